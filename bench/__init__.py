@@ -1,1 +1,4 @@
-"""Measure plain against speculative decoding, and say what limits the speedup."""
+"""Benchmark: plain against speculative decoding, and the limits of the speedup.
+
+No other part of the package imports matplotlib.
+"""

@@ -1,7 +1,8 @@
-"""Conditions of a benchmark: machine, versions, model and drafters."""
+"""Conditions of a benchmark: machine, versions, target and drafters."""
 
 import os
 import platform
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any
@@ -19,7 +20,7 @@ from .runner import Models
 
 
 def machine() -> dict[str, Any]:
-    """Chip, system, versions, and which BLAS answers on a CPU."""
+    """Chip, system, versions, and the BLAS that multiplies on a CPU."""
     on_gpu = mx.default_device() == mx.gpu
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -37,33 +38,33 @@ def machine() -> dict[str, Any]:
 
 
 def describe(models: Models, names: dict[str, str]) -> dict[str, Any]:
-    """Target, drafters and template; ``names`` are as the user gave them."""
-    target = models.target
-    result = {
-        "model": names["model"],
-        "model_precision": precision(target),
-        "model_parameters": get_total_parameters(target),
-        "model_bytes": weight_bytes(target),
-        "head": names["head"],
-        "drafters": [
-            {
-                "name": name,
-                "precision": ", ".join(map(precision, drafter.modules())) or "no weights",
-                "parameters": sum(map(get_total_parameters, drafter.modules())),
-                "bytes": sum(map(weight_bytes, drafter.modules())),
-            }
-            for name, drafter in models.drafters.items()
-        ],
-        "chat_template": "on" if models.tokenizer.has_chat_template else "none in the tokenizer",
-    }
+    """Target, drafters and template; ``names`` are those that the user gave."""
+    target = facts_of([models.target])
+    result = {"model": names["model"]}
+    result |= {f"model_{key}": value for key, value in target.items()}
+    result["head"] = names["head"]
+    result["drafters"] = [
+        {"name": name, **facts_of(drafter.modules())} for name, drafter in models.drafters.items()
+    ]
+    has_template = models.tokenizer.has_chat_template
+    result["chat_template"] = "on" if has_template else "none in the tokenizer"
     if models.compared is not None:
         result["compared_draft_model"] = names["compared"]
         result["compared_draft_bytes"] = weight_bytes(models.compared)
     return result
 
 
+def facts_of(modules: Sequence[nn.Module]) -> dict[str, Any]:
+    """Precision and size of a model's modules."""
+    return {
+        "precision": ", ".join(map(precision, modules)) or "no weights",
+        "parameters": sum(map(get_total_parameters, modules)),
+        "bytes": sum(map(weight_bytes, modules)),
+    }
+
+
 def precision(module: nn.Module) -> str:
-    """The types weights are stored in, the most bytes first: "4-bit (groups of 64), float16"."""
+    """Types that weights are stored in, the most bytes first: "4-bit (groups of 64), float16"."""
     sizes: dict[str, int] = {}
     packed = set()
     for name, child in module.named_modules():

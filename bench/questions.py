@@ -1,8 +1,9 @@
-"""The prompt sets: where they lie, which questions are asked, and as which tokens."""
+"""Prompt sets: reading them, choosing questions, and turning these into tokens."""
 
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from mlx_eagle.system.loading import apply_template
 FOLDER = Path(__file__).parent / "prompts"
 SETS = ("mt_bench", "humaneval", "gsm8k")
 
-# Goes before the question where --context asks for a longer prompt.
+# Goes before the question if --context asks for a longer prompt.
 FILLER = (
     "Notes from the town archive. The bridge over the river was built of local stone and opened "
     "in the spring. Twice a week the market sold bread, apples, wool and tools, and the miller "
@@ -23,7 +24,7 @@ FILLER = (
 
 @dataclass(frozen=True)
 class Question:
-    """One user message, and which set it is from."""
+    """One user message, and the set it is from."""
 
     set_name: str
     id: str
@@ -35,16 +36,16 @@ class Question:
 
 
 def load_questions(names: Sequence[str], limit: int) -> list[Question]:
-    """The questions of several sets, at most ``limit`` per set (0: all), evenly spread over each.
+    """Read several sets, at most ``limit`` questions of each (0: all), evenly spread over it.
 
-    A name is one of ``SETS`` or a JSONL file of the same form. Raises ValueError for an
-    unknown name, an unreadable file, or a line that is no question.
+    A name is one of ``SETS`` or a JSONL file of the same form. Raises ValueError for an unknown
+    name, an unreadable file, or a line without a question.
     """
     return [question for name in names for question in spread(load_set(name), limit)]
 
 
 def load_set(name: str) -> list[Question]:
-    """Every question of one set."""
+    """Read every question of one set."""
     path = FOLDER / f"{name}.jsonl" if name in SETS else Path(name).expanduser()
     if not path.is_file():
         raise ValueError(
@@ -63,7 +64,7 @@ def load_set(name: str) -> list[Question]:
 
 
 def _question(set_name: str, name: str, number: int, line: str) -> Question:
-    """The question in one line; ``number`` counts lines from 1."""
+    """Read the question of one line; ``number`` counts lines from 1."""
     try:
         row = json.loads(line)
     except ValueError as err:
@@ -81,7 +82,7 @@ def _question(set_name: str, name: str, number: int, line: str) -> Question:
 
 
 def spread(items: list[Any], limit: int) -> list[Any]:
-    """``limit`` items at even distances (0, or more than there are: all of them).
+    """Choose ``limit`` items at even distances; all of them for 0 or a larger limit.
 
     Sets are sorted by category: [a, b, c, d, e, f], 3 -> [a, c, e]
     """
@@ -101,34 +102,33 @@ def by_set(asked: Iterable[Any]) -> dict[str, list[Any]]:
 def prompt_tokens(
     question: Question, tokenizer: TokenizerWrapper, context: int | None = None
 ) -> list[int]:
-    """Token ids through the chat template, padded to ``context`` tokens where shorter.
+    """Encode a question with the chat template, padded to ``context`` tokens if it is shorter.
 
-    The padding is prose before the question, inside the user's message. A prompt that is
-    longer already stays as it is.
+    The padding is prose before the question, inside the user's message.
     """
 
     def render(text: str) -> str:
         messages = [{"role": "user", "content": text}]
         return apply_template(tokenizer, messages, tokenize=False, add_generation_prompt=True)
 
-    if not tokenizer.has_chat_template:
-        before, after = "", ""
-        tokens = tokenizer.encode(question.text)
-    else:
+    before = ""
+    after = ""
+    if tokenizer.has_chat_template:
         before, _, after = render("<query>").partition("<query>")
         tokens = tokenizer.encode(render(question.text), add_special_tokens=False)
+    else:
+        tokens = tokenizer.encode(question.text)
     if context is None or len(tokens) >= context:
         return tokens
     head = tokenizer.encode(before, add_special_tokens=not before)
     tail = tokenizer.encode("\n\n" + question.text + after, add_special_tokens=False)
     filler = tokenizer.encode(FILLER, add_special_tokens=False)
     num_missing = max(0, context - len(head) - len(tail))
-    filler = filler * (num_missing // len(filler) + 1)
-    return head + filler[:num_missing] + tail
+    return [*head, *islice(cycle(filler), num_missing), *tail]
 
 
 def typical_context(prompts: Sequence[list[int]], max_tokens: int) -> list[int]:
-    """Tokens as many as half-way through a median answer: its prompt, over and over."""
+    """Repeat the median prompt up to the length that its text has half-way through the answer."""
     prompt = sorted(prompts, key=len)[len(prompts) // 2]
     length = max(2, len(prompt) + max_tokens // 2)
-    return (prompt * (length // len(prompt) + 1))[:length]
+    return list(islice(cycle(prompt), length))

@@ -27,8 +27,17 @@ CAPTIONS = {
     "serving": "All clients' tokens per second, and the time per token that a client sees",
 }
 
-
-# --- Markdown -----------------------------------------------------------------------------------
+SETTINGS = {
+    "prompts": "prompt sets",
+    "limit": "prompts per set (0: all)",
+    "max_tokens": "tokens per answer, at most",
+    "sizes": "draft lengths k",
+    "copied": "draft lengths k with copies as well",
+    "temps": "temperatures",
+    "contexts": "tokens of context (None: prompts as they are)",
+    "samples": "timings of each part",
+}
+"""Settings whose names are too short for a reader."""
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -55,9 +64,6 @@ def joined(blocks: Iterable[str]) -> str:
 def folded(words: str, *blocks: str) -> str:
     """Blocks that are shown only on demand, under these words."""
     return f"<details><summary>{words}</summary>\n\n{joined(blocks)}\n</details>"
-
-
-# --- cells --------------------------------------------------------------------------------------
 
 
 def number(value: float | None, digits: int = 2, unit: str = "") -> str:
@@ -99,19 +105,11 @@ def _list(values: Sequence[float]) -> str:
     return " ".join(f"{value:.2f}" for value in values) or "-"
 
 
-def _range(spread: Mapping[str, float]) -> str:
-    return f"{spread['min']:.0f} to {spread['max']:.0f} (median {spread['median']:.0f})"
-
-
 def _rows_per_pass(prompts: Sequence[Mapping[str, Any]]) -> str:
     """Rows of the mean verify pass: the root and its drafts, which on a GPU decide the kernels."""
     rounds = sum(row["stats"]["num_rounds"] for row in prompts)
     drafted = sum(row["stats"]["num_drafted"] for row in prompts)
     return f"{1 + drafted / rounds:.1f}" if rounds else "1"
-
-
-def _repeatable(prompts: Sequence[Mapping[str, Any]]) -> str:
-    return f"{sum(row['repeatable'] for row in prompts)} of {len(prompts)}"
 
 
 def _part(name: str) -> Callable[[Mapping[str, Any]], str]:
@@ -197,7 +195,9 @@ PARITY: Columns = {
     "outputs identical to plain": lambda row: count_identical(row["parity"]),
     "rows per pass": lambda row: _rows_per_pass(row["prompts"]),
     "largest margin where not": lambda row: largest_margin(row["parity"]),
-    "same output in all repeats": lambda row: _repeatable(row["prompts"]),
+    "same output in all repeats": lambda row: (
+        f"{sum(prompt['repeatable'] for prompt in row['prompts'])} of {len(row['prompts'])}"
+    ),
 }
 PROMPT: Columns = {
     "prompt": lambda row: f"{row['set']}/{row['id']}",
@@ -244,10 +244,6 @@ WAITS: Columns = CLIENTS | {
     "TTFT ms: plain": waiting("ttft", "plain"),
     "TTFT ms: drafted": waiting("ttft", "speculative"),
 }
-CONDITIONS: Columns = {"condition": itemgetter(0), "value": itemgetter(1)}
-
-
-# --- rows ---------------------------------------------------------------------------------------
 
 
 def figures(scenario: Scenario) -> list[Mapping[str, Any]]:
@@ -300,36 +296,19 @@ def condition_rows(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         words = name.replace("_", " ")
         if name == "drafters":
             for facts in value:
-                yield f"drafter {facts['name']}", _weight_words(facts)
+                size = f"{facts['parameters'] / 1e6:.1f} M parameters, {megabytes(facts['bytes'])}"
+                text = f"{facts['precision']}, {size}" if facts["bytes"] else facts["precision"]
+                yield f"drafter {facts['name']}", text
         elif name.endswith("_bytes"):
             yield f"{words.removesuffix(' bytes')} size", megabytes(value)
         elif name.endswith("_parameters"):
             yield words, f"{value / 1e6:.1f} M"
         else:
             yield words, str(value)
-    settings = document["settings"]
-
-    def listed(name: str) -> str:
-        return ", ".join(map(str, settings[name])) or "none"
-
-    yield "draft lengths k", listed("sizes")
-    yield "with copies as well, k", listed("copied")
-    yield "trees", listed("trees")
-    yield "temperature", ", ".join(f"{temp:g}" for temp in settings["temps"])
-    yield "prompt sets", f"{listed('prompts')}; {settings['limit'] or 'all'} prompts per set"
-    yield "context", listed("contexts").replace("None", "as it is")
-    yield "output", f"at most {settings['max_tokens']} tokens, the end-of-text token honoured"
-    yield "batches", listed("batches")
-    yield "clients", listed("clients")
-    yield "repeats", f"{settings['repeats']}, order {settings['order']}"
-
-
-def _weight_words(facts: Mapping[str, Any]) -> str:
-    """ "float16, 12.3 M parameters, 24.6 MB"; "no weights" """
-    if not facts["bytes"]:
-        return str(facts["precision"])
-    size = f"{facts['parameters'] / 1e6:.1f} M parameters, {megabytes(facts['bytes'])}"
-    return f"{facts['precision']}, {size}"
+    for name, value in document["settings"].items():
+        if isinstance(value, (list, tuple)):
+            value = ", ".join(map(str, value)) or "none"
+        yield SETTINGS.get(name, name.replace("_", " ")), str(value)
 
 
 def num_same(row: Mapping[str, Any]) -> int:
@@ -349,7 +328,7 @@ def results(document: Mapping[str, Any]) -> str:
         blocks.append(table(SIDE_BY_SIDE, scenario["side_by_side"], "### Side by side"))
         blocks += [table(SPEED, rows), table(ACCEPTANCE, rows)]
         blocks.append(table(PARITY, with_prompts(scenario)))
-    return joined([*blocks, *batch_blocks(document), *serving_blocks(document)])
+    return joined([*blocks, *other_blocks(document)])
 
 
 def full_report(document: Mapping[str, Any], images: Mapping[str, Path]) -> str:
@@ -361,12 +340,11 @@ def full_report(document: Mapping[str, Any], images: Mapping[str, Path]) -> str:
     for suffix, scenario in suffixed(scenarios):
         blocks.append(f"## Results: {scenario_name(scenario)}")
         blocks += scenario_blocks(scenario, images, suffix)
-    conditions = table(CONDITIONS, condition_rows(document))
+    conditions = markdown_table(["condition", "value"], condition_rows(document))
     return joined(
         [
             *blocks,
-            *batch_blocks(document),
-            *serving_blocks(document),
+            *other_blocks(document),
             image(images, "serving"),
             "## Conditions",
             folded("How it was measured, and the words", METHOD.read_text(encoding="utf-8")),
@@ -414,10 +392,9 @@ def scenario_blocks(scenario: Scenario, images: Mapping[str, Path], suffix: str)
     rows = figures(scenario)
     yield table(SIDE_BY_SIDE, scenario["side_by_side"], "### Side by side")
     yield image(images, "side_by_side", suffix)
-    yield (
-        f"Lengths: prompts {_range(scenario['prompt_tokens'])} tokens, "
-        f"outputs {_range(scenario['output_tokens'])} tokens."
-    )
+    words = "{min:.0f} to {max:.0f} (median {median:.0f}) tokens"
+    prompts = words.format(**scenario["prompt_tokens"])
+    yield f"Lengths: prompts {prompts}, outputs {words.format(**scenario['output_tokens'])}."
     yield table(SPEED, rows, "### Speed")
     yield image(images, "tokens_per_second", suffix)
     yield folded("Time to the first token (TTFT), and memory", table(START, rows))
@@ -426,8 +403,8 @@ def scenario_blocks(scenario: Scenario, images: Mapping[str, Path], suffix: str)
     for drafter, view in views(scenario):
         yield from cost_blocks(view, images, drafter, suffix)
     yield table(PARITY, with_prompts(scenario), "### Parity")
-    prompts = scenario["prompts"]
-    yield folded(f"Every prompt ({len(prompts)} rows)", table(PROMPT, prompts))
+    rows = scenario["prompts"]
+    yield folded(f"Every prompt ({len(rows)} rows)", table(PROMPT, rows))
 
 
 def cost_blocks(
@@ -457,13 +434,9 @@ def cost_blocks(
     yield image(images, "acceptance", last)
 
 
-def batch_blocks(document: Mapping[str, Any]) -> list[str]:
-    """Batches of prompts, if any were measured."""
-    return [table(BATCH, document["batches"], "## Batches")]
-
-
-def serving_blocks(document: Mapping[str, Any]) -> Iterator[str]:
-    """Servers under load, if they were measured: sentences and tables."""
+def other_blocks(document: Mapping[str, Any]) -> Iterator[str]:
+    """Batches of prompts, and servers under load, if they were measured."""
+    yield table(BATCH, document["batches"], "## Batches")
     rows = document.get("serving", [])
     for row in rows:
         clients = "1 client" if row["clients"] == 1 else f"{row['clients']} clients"

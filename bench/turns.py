@@ -9,9 +9,6 @@ from .configurations import PLAIN, Configuration
 from .flags import Settings
 from .questions import Question
 
-Step = tuple[Configuration, list[list[Any]]]
-"""A configuration to run, and the lists that its run belongs to."""
-
 
 @dataclass(kw_only=True)
 class Turns:
@@ -40,23 +37,22 @@ class Cell(Turns):
         return self.question.set_name
 
 
-def schedule(cells: Sequence[Turns], order: str) -> list[Step]:
-    """Plan one repeat of all configurations.
+def schedule(cells: Sequence[Turns], order: str) -> list[tuple[Configuration, list[list[Any]]]]:
+    """Plan one repeat: the configurations in order, each with the lists that its run belongs to.
 
     "abba": plain B B plain for each configuration B; "mirror": plain B C ... C B plain, where all
     share the plain runs. Both cancel a linear drift of the machine. "weave": plain B C ..., all
     at once in short turns, which also cancels what comes and goes within seconds.
     """
+    steps = []
+    drafted = [(cell.configuration, [cell.runs]) for cell in cells]
     if order == "abba":
-        steps: list[Step] = []
-        for cell in cells:
-            drafted = (cell.configuration, [cell.runs])
+        for cell, step in zip(cells, drafted, strict=True):
             plain = (PLAIN, [cell.plain])
-            steps += [plain, drafted, drafted, plain]
+            steps += [plain, step, step, plain]
         return steps
-    once: list[Step] = [(PLAIN, [cell.plain for cell in cells])]
-    once += [(cell.configuration, [cell.runs]) for cell in cells]
-    return once if order == "weave" else once + once[::-1]
+    steps = [(PLAIN, [cell.plain for cell in cells]), *drafted]
+    return steps if order == "weave" else steps + steps[::-1]
 
 
 def num_steps(configurations: Sequence[Configuration], order: str) -> int:
@@ -70,7 +66,7 @@ def take_turns(
     run_all: Callable[[list[Configuration]], Iterable[Any]],
     progress: Callable[[], None],
 ) -> None:
-    """Run one repeat and add each run to its lists; call ``progress`` after each.
+    """Run one repeat and call ``progress`` after each run.
 
     ``run_all`` runs a list of configurations and returns their runs in the same order.
     """

@@ -1,4 +1,4 @@
-"""What the benchmark's tests measure."""
+"""Models for the benchmark's tests to measure."""
 
 import pytest
 from helpers import byte_tokenizer, tiny_head, tiny_llama

@@ -42,7 +42,8 @@ def make_stats(accepted: list[int], size: int) -> Stats:
 
 
 def test_merged_counts_are_those_of_all_rounds():
-    left, right = [0, 2, 3, 1], [3, 3, 0]
+    left = [0, 2, 3, 1]
+    right = [3, 3, 0]
     merged = make_stats(left, 3) + make_stats(right, 3)
     whole = make_stats(left + right, 3)
     for name in ("tau", "acceptance_rate", "acceptance_by_position", "accepted_histogram"):

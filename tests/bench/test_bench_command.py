@@ -86,7 +86,8 @@ def test_end_to_end(monkeypatch, capsys, tmp_path, tiny):
     drawn = tmp_path / "picture.png"
     flags += f" --with-lookup 2 --json --picture {drawn}"
     out, err = call(monkeypatch, capsys, tiny, *flags.split(), "--out", str(folder))
-    brief, document = json.loads(out.splitlines()[-1]), results_in(folder)
+    brief = json.loads(out.splitlines()[-1])
+    document = results_in(folder)
     scenario = document["scenarios"][0]
     assert brief["scenarios"][0]["configurations"] == scenario["configurations"]
     assert scenario["configurations"][0]["overall"]["mean_acceptance_length"] >= 1
@@ -204,9 +205,10 @@ def test_an_eagle_head_beside_mtp_layers(monkeypatch, capsys, tmp_path):
 
 
 def test_weights_that_drafters_share_are_counted_for_both(tiny):
-    """Of three drafters, two with one head, the peak is without what only the others need."""
-    head, other = head_of(tiny), tiny_head(tiny.target, seed=5)
-    shared = {"head": head, "head+lookup": head.with_copies(), "other": other}
+    """Three drafters, two with one head: a peak leaves out only what the others need."""
+    head = head_of(tiny)
+    other = tiny_head(tiny.target, seed=5)
+    shared = {"head": head, "head+lookup": CopyingDrafter(head), "other": other}
     models = runner.Models(tiny.target, tiny.tokenizer, shared)
     overall = {"speedup": 1.5, "tps": 3.0, "plain_tps": 2.0, "mean_acceptance_length": 2.0,
                "peak_bytes": 10**9, "speedup_by_prompt": {"min": 1.0}}  # fmt: skip
@@ -408,8 +410,11 @@ def test_the_picture_shows_auto_without_copies_and_with_them():
     def timed(kind, size, speedup):
         return {"kind": kind, "num_draft_tokens": size, "overall": {"speedup": speedup}}
 
-    k1, k2, auto = timed("chain", 1, 1.3), timed("chain", 2, 1.4), timed("auto", None, 1.2)
-    tree, copied = timed("tree", None, 1.5), timed("copies", 3, 1.1)
+    k1 = timed("chain", 1, 1.3)
+    k2 = timed("chain", 2, 1.4)
+    auto = timed("auto", None, 1.2)
+    tree = timed("tree", None, 1.5)
+    copied = timed("copies", 3, 1.1)
     copied_auto = timed("copies", None, 1.0)
     assert plots.shown([k1, auto, k2, tree]) == [auto]
     assert plots.shown([k1, copied, tree, auto, copied_auto]) == [auto, copied_auto]
