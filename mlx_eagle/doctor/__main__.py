@@ -1,4 +1,4 @@
-"""The command ``mlx_eagle.doctor``: the page of checks, or with ``--self-test`` its report."""
+"""The command ``mlx_eagle.doctor``: the page of checks, or the report of the self-test."""
 
 import argparse
 import json
@@ -16,7 +16,7 @@ REPORT = "mlx-eagle-self-test.md"
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The flags."""
+    """The parser of the flags."""
     parser = argparse.ArgumentParser(
         prog="mlx_eagle.doctor",
         description="Say what this machine is, what is wrong, and what to expect of a model.",
@@ -35,7 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def run_self_test(args: argparse.Namespace) -> bool:
-    """Try everything and say where the report lies; whether all is well."""
+    """Run the self-test and say where the report is; True if all is well."""
     file = Path(args.out).expanduser()
     tried = sections()
     failed = self_test(tried, file)
@@ -48,7 +48,7 @@ def run_self_test(args: argparse.Namespace) -> bool:
 
 
 def run(args: argparse.Namespace) -> bool:
-    """Look and print; whether all is well."""
+    """Check and print; True if all is well."""
     if args.self_test:
         return run_self_test(args)
     if args.draft_model is not None and args.model is None:
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Entry point of ``mlx_eagle.doctor``: exit code 1 where something is wrong."""
+    """Run the command ``mlx_eagle.doctor``; the exit code is 1 if something is wrong."""
     args = build_parser().parse_args(argv)
 
     def command() -> None:

@@ -1,7 +1,7 @@
-"""Checks of the doctor: the machine, memory, files, known pairs; and what to expect of a target.
+"""Checks of the doctor: machine, memory, files, known pairs, and expectations for a target.
 
-Each check returns its findings and raises nothing. For ``expect`` no weight is loaded: the model
-is built from its ``config.json``, and MLX computes no array before it is asked for.
+Each check returns its findings and raises nothing. ``expect`` loads no weights: the model is built
+from its ``config.json``, and MLX computes no array before somebody asks for it.
 """
 
 import os
@@ -40,14 +40,14 @@ from ..target.rollback import check_supported
 from .packages import Finding, check_packages, read_sysctl
 
 GB = 1e9
-FILES = ("config.json", "*.index.json")  # of a target, for what to expect of it
+FILES = ("config.json", "*.index.json")  # of a target, all that ``expect`` needs
 WIRED = "iogpu.wired_limit_mb"
 TF32 = "MLX_ENABLE_TF32"
 FIRST_WITH_TF32 = 5  # M5, whose GPU has matrix units
 
 
 def check_machine() -> list[Finding]:
-    """The chip, and what drafting can be expected to gain on it."""
+    """The chip, and the gain to expect from drafting on it."""
     machine = this_machine()
     kind = {"metal": "Metal", "cuda": "CUDA", "cpu": "on its CPU"}[machine.backend]
     known = "" if machine.generation == "unknown" else f"{machine.generation}, "
@@ -56,17 +56,19 @@ def check_machine() -> list[Finding]:
 
 
 def check_blas() -> list[Finding]:
-    """On a CPU: which library multiplies floats."""
+    """The library that multiplies floats on a CPU."""
     if mx.default_device() == mx.gpu:
         return []
-    if note := blas_note():
+    note = blas_note()
+    if note:
         return [Finding("BLAS", blas_name(), "problem", note.removeprefix("Note: "))]
     return [Finding("BLAS", blas_name())]
 
 
 def check_settings() -> list[Finding]:
-    """MLX's own settings that decide here whether drafting gains, and whether float32 is exact."""
-    machine, found = this_machine(), []
+    """Settings of MLX that decide here whether drafting gains, and whether float32 is exact."""
+    machine = this_machine()
+    found = []
     if machine.backend == "cuda" and os.environ.get(CUDNN) != "0":
         remedy = (
             f"our commands set {CUDNN}=0 by themselves; in a program of yours, set it before the "
@@ -81,14 +83,14 @@ def check_settings() -> list[Finding]:
 
 
 def has_tf32(machine: Machine) -> bool:
-    """Whether MLX multiplies float32 in TF32 there, unless it is told not to."""
+    """Whether MLX multiplies float32 in TF32 on that machine, unless it is told not to."""
     generation = re.fullmatch(r"M(\d+)", machine.generation)
     is_m5 = generation is not None and int(generation[1]) >= FIRST_WITH_TF32
     return machine.backend == "cuda" or (machine.backend == "metal" and is_m5)
 
 
 def check_memory() -> list[Finding]:
-    """How much there is, and on a Mac how much of it may be wired (kept in place for the GPU)."""
+    """Memory in all, and on a Mac the part that may be wired (kept in place for the GPU)."""
     machine = this_machine()
     total, usable = memory(machine)
     text = f"{total / GB:.1f} GB, {usable / GB:.1f} GB for weights and caches"
@@ -118,7 +120,7 @@ def check_cache() -> list[Finding]:
 
 
 def check_pairs() -> list[Finding]:
-    """Which targets of the table of pairs fit into the memory, in 4 bits with their head."""
+    """Targets of the table of pairs that fit into the memory, in 4 bits with their head."""
     machine = this_machine()
     fit, others = targets_within(memory(machine)[1])
     text = f"{len(fit)} of {len(fit) + len(others)} targets with a known head fit in 4 bits"
@@ -129,7 +131,7 @@ def check_pairs() -> list[Finding]:
 
 
 def check_all() -> list[Finding]:
-    """The findings of all checks."""
+    """Findings of all checks."""
     return [
         *check_machine(),
         *check_packages(),
@@ -142,9 +144,9 @@ def check_all() -> list[Finding]:
 
 
 def expect(model: str, draft_model: str | None) -> list[Finding]:
-    """The findings about a target and its draft model, both as ``--model`` and the like take them.
+    """Findings about a target and its draft model, named as for ``--model`` and the like.
 
-    What cannot be found or built is a problem among them; nothing is raised.
+    If one of them cannot be found or built, that is a finding too; nothing is raised.
     """
     try:
         folder = locate(model, FILES)
@@ -160,14 +162,14 @@ def expect(model: str, draft_model: str | None) -> list[Finding]:
 
 
 def build(config: dict[str, Any]) -> nn.Module:
-    """The model of that configuration, its weights not computed; ValueError where none is."""
+    """Build the model of a ``config.json`` without its weights; ValueError if mlx-lm cannot."""
     try:
         model_class, args_class = _get_classes(config)
         model = model_class(args_class.from_dict(config))
         text = config | (config.get("text_config") or {})
         if text.get("tie_word_embeddings", str(text.get("model_type")).startswith("gemma")):
             for module in model.modules():
-                module.pop("lm_head", None)  # Gemma has one until its weights are loaded
+                module.pop("lm_head", None)  # Gemma drops it only when weights are loaded
         model.set_dtype(mx.bfloat16)
         pack(model, config.get("quantization"))
     except NOT_LOADED as err:
@@ -179,7 +181,7 @@ def build(config: dict[str, Any]) -> nn.Module:
 
 
 def pack(model: nn.Module, packing: dict[str, Any] | None) -> None:
-    """Pack the weights as ``config.json`` says, each layer in its own way if it has one."""
+    """Pack the weights as ``config.json`` says, layers with an entry of their own by it."""
     if not packing:
         return
     group_size = packing["group_size"]
@@ -194,8 +196,9 @@ def pack(model: nn.Module, packing: dict[str, Any] | None) -> None:
 
 
 def check_size(name: str, config: dict[str, Any], model: nn.Module) -> Finding:
-    """How large the target is, and whether it fits."""
-    num_parameters, num_bytes = get_total_parameters(model), weight_bytes(model)
+    """Size of the target, and whether it fits."""
+    num_parameters = get_total_parameters(model)
+    num_bytes = weight_bytes(model)
     _, usable = memory(this_machine())
     text = (
         f"{Path(name).name}, {config['model_type']}, {num_parameters / 1e9:.2f} B parameters "
@@ -208,7 +211,7 @@ def check_size(name: str, config: dict[str, Any], model: nn.Module) -> Finding:
 
 
 def check_caches(model: nn.Module) -> Finding:
-    """Whether rounds can be undone on the target's caches."""
+    """Whether rejected drafts can be removed from the target's caches."""
     caches = make_prompt_cache(model)
     names = ", ".join(sorted({type(cache).__name__ for cache in caches}))
     try:
@@ -219,7 +222,7 @@ def check_caches(model: nn.Module) -> Finding:
 
 
 def check_passes(machine: Machine, model: nn.Module) -> list[Finding]:
-    """What passes of 2 to 8 rows cost by the table of machines, and which attention they take."""
+    """Costs of passes of 2 to 8 rows by the table of machines, and the attention they take."""
     weights = TargetWeights.of(model)
     if machine.products is None:
         text = machine.advice
@@ -237,7 +240,8 @@ def check_passes(machine: Machine, model: nn.Module) -> list[Finding]:
 def pass_words(machine: Machine, weights: TargetWeights) -> str:
     """ "k = 1 to 7 cost about 1.0, 1.2, ... plain steps a pass (measured on an M4 Pro)" """
     costs = [weights.pass_cost(machine, k + 1) for k in LENGTHS]
-    products, experts = machine.products, weights.experts
+    products = machine.products
+    experts = weights.experts
     source = products.source if products is not None and weights.is_packed else "a guess"
     words = (
         f"k = {LENGTHS[0]} to {LENGTHS[-1]} cost about "
@@ -252,7 +256,7 @@ def pass_words(machine: Machine, weights: TargetWeights) -> str:
 
 
 def head_sizes(model: nn.Module) -> list[tuple[int, int]]:
-    """Head dimension and query heads per key head, of Gemma 4 those of both kinds of layers."""
+    """Head dimensions, with query heads per key head: two of them for Gemma 4, else one."""
     for module in model.modules():
         args = getattr(module, "args", None) or getattr(module, "config", None)
         heads = getattr(args, "num_attention_heads", None)
@@ -261,7 +265,8 @@ def head_sizes(model: nn.Module) -> list[tuple[int, int]]:
         keys = getattr(args, "num_key_value_heads", None) or heads
         size = getattr(args, "head_dim", None) or args.hidden_size // heads
         found = [(size, heads // keys)]
-        if wide := getattr(args, "global_head_dim", None):
+        wide = getattr(args, "global_head_dim", None)
+        if wide:
             keys = getattr(args, "num_global_key_value_heads", None) or keys
             found.append((wide, heads // keys))
         return found
@@ -269,7 +274,7 @@ def head_sizes(model: nn.Module) -> list[tuple[int, int]]:
 
 
 def attention_words(head_dim: int, heads_per_key: int) -> str:
-    """Up to which draft length a pass takes the fast attention kernel."""
+    """The longest draft whose pass takes the fast attention kernel."""
     rows = fused_rows(head_dim, heads_per_key)
     if rows < 2:
         return f"heads of {head_dim}: no fused kernel for passes of 2 to 8 rows"
@@ -277,7 +282,7 @@ def attention_words(head_dim: int, heads_per_key: int) -> str:
 
 
 def check_head(model_name: str, name: str | None, model: nn.Module) -> Finding:
-    """What the draft model is, and whether it belongs to the target."""
+    """The draft model, and whether it belongs to the target."""
     try:
         head, copies = (None, False) if name is None else split_name(name)
     except ValueError as err:
@@ -311,7 +316,7 @@ def _check_head(model_name: str, name: str | None, model: nn.Module) -> Finding:
 
 
 def _known_head(model_name: str, name: str | None) -> Finding:
-    """What "auto", or no name, comes to."""
+    """The draft model that "auto", or no name, stands for."""
     try:
         pair = pair_for(model_name)
     except ValueError as err:

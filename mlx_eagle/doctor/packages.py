@@ -1,8 +1,8 @@
-"""Check of the packages: which Python, MLX and mlx-lm are here, and whether they fit together.
+"""Check of the packages: whether Python, MLX and mlx-lm are here, and fit together.
 
-Known without importing them, for where they do not fit an import fails: ``explained`` turns that
-into one sentence. MLX for Linux is three packages of the same files, of which the last one
-installed wins; a Mac has one.
+Nothing is imported for it, because an import fails if they do not fit: ``explained`` turns that
+into one sentence. For Linux, three packages bring the same files of MLX, and the last one
+installed wins; for a Mac there is one.
 """
 
 import ctypes
@@ -29,14 +29,15 @@ Level = Literal["ok", "note", "problem"]
 WIDTH = 96
 COMMAND = re.compile(r"mlx_eagle(\.\w+)+")
 DOCTOR = "mlx_eagle.doctor"
-OLDEST_PYTHON, OLDEST_MACOS = (3, 11), 14
+OLDEST_PYTHON = (3, 11)
+OLDEST_MACOS = 14
 BUILDS = {
     "mlx-metal": "Metal",
     "mlx-cpu": "CPU",
     "mlx-cuda-12": "CUDA 12",
     "mlx-cuda-13": "CUDA 13",
 }
-"""Packages that bring ``libmlx``, by what they compute on."""
+"""Packages that bring ``libmlx``, and the device that each computes on."""
 GET_MLX = "pip install mlx"
 if sys.platform == "linux":
     GET_MLX = "pip install 'mlx[cpu]' (with an NVIDIA card 'mlx[cuda12]' or 'mlx[cuda13]')"
@@ -44,9 +45,9 @@ if sys.platform == "linux":
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report: what was looked at, what is there, and what to do, if anything.
+    """A line of the page: the name of the check, the text found, and the remedy, if any.
 
-    A "note" costs nothing but speed or certainty; with a "problem" something will not work.
+    A "note" costs only speed or certainty; with a "problem" something will not work.
     """
 
     name: str
@@ -56,14 +57,15 @@ class Finding:
 
 
 def page(findings: Sequence[Finding]) -> str:
-    """All findings for people: notes and problems are marked, and their remedies stand below."""
+    """The findings as text: notes and problems are marked, and their remedies stand below."""
     marks = {"ok": " ", "note": "-", "problem": "!"}
     width = max(len(finding.name) for finding in findings)
     lines = []
     for finding in findings:
         start = f"{marks[finding.level]} {finding.name:{width}}  "
         wrapper = textwrap.TextWrapper(WIDTH, start, " " * len(start))
-        wrapper.break_on_hyphens = wrapper.break_long_words = False
+        wrapper.break_on_hyphens = False
+        wrapper.break_long_words = False
         lines += wrapper.wrap(finding.text)
         if finding.remedy:
             wrapper.initial_indent = wrapper.subsequent_indent
@@ -75,12 +77,12 @@ def page(findings: Sequence[Finding]) -> str:
 
 
 def is_well(findings: Sequence[Finding]) -> bool:
-    """Whether there is no problem among them."""
+    """Whether no finding is a problem."""
     return all(finding.level != "problem" for finding in findings)
 
 
 class Wanted(NamedTuple):
-    """Versions of a package: as pip takes them, in words, and the one that tests ran with."""
+    """Versions of a package: for pip, in words, and the one that tests ran with."""
 
     name: str
     limits: str
@@ -93,7 +95,7 @@ MLX_LM = Wanted("mlx-lm", ">=0.32.2,<0.33", "0.32.2 or newer and older than 0.33
 
 
 def find(name: str) -> Distribution | None:
-    """The installed package of that name; None where there is none."""
+    """The installed package of that name; None if there is none."""
     try:
         return distribution(name)
     except PackageNotFoundError:
@@ -102,7 +104,8 @@ def find(name: str) -> Distribution | None:
 
 def check_version(wanted: Wanted) -> Finding:
     """Whether a package is there, in a version that we can work with, and as tested."""
-    found, remedy = find(wanted.name), f"pip install '{wanted.name}{wanted.limits}'"
+    found = find(wanted.name)
+    remedy = f"pip install '{wanted.name}{wanted.limits}'"
     if found is None:
         return Finding(wanted.name, "not installed", "problem", remedy)
     if found.version not in SpecifierSet(wanted.limits, prereleases=True):
@@ -114,7 +117,7 @@ def check_version(wanted: Wanted) -> Finding:
 
 
 def check_python() -> Finding:
-    """The Python that runs: its version, and on a Mac whether it is one for Apple silicon."""
+    """The running Python: its version, and on a Mac whether it is built for Apple silicon."""
     text = f"{platform.python_version()} ({platform.machine()})"
     if sys.version_info < OLDEST_PYTHON:
         return Finding("Python", text, "problem", "install Python 3.11 or newer")
@@ -130,10 +133,11 @@ def check_python() -> Finding:
 
 
 def read_sysctl(name: str) -> int | None:
-    """A whole number of the macOS kernel by its name; None where there is none of that name."""
+    """A whole number of the macOS kernel by its name; None if there is none of that name."""
     if sys.platform != "darwin":
         return None
-    value, size = ctypes.c_int64(0), ctypes.c_size_t(8)
+    value = ctypes.c_int64(0)
+    size = ctypes.c_size_t(8)
     failed = ctypes.CDLL(None).sysctlbyname(
         name.encode(), ctypes.byref(value), ctypes.byref(size), None, ctypes.c_size_t(0)
     )
@@ -152,12 +156,13 @@ def check_system() -> Finding:
 
 
 def builds() -> dict[str, Distribution]:
-    """The packages with a build of MLX that are installed here, by name."""
-    return {name: found for name in BUILDS if (found := find(name)) is not None}
+    """The installed packages with a build of MLX, by name."""
+    here = {name: find(name) for name in BUILDS}
+    return {name: found for name, found in here.items() if found is not None}
 
 
 def library() -> Path | None:
-    """The ``libmlx`` that an import would load; None where there is none."""
+    """The ``libmlx`` that an import would load; None if there is none."""
     spec = find_spec("mlx")
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         for path in sorted(Path(folder, "lib").glob("libmlx.*")):
@@ -167,7 +172,7 @@ def library() -> Path | None:
 
 
 def owner(path: Path) -> str | None:
-    """Which of the installed builds that library is of, by its size; None if of none."""
+    """The installed build that a library belongs to, by its size; None if there is none."""
     size = path.stat().st_size
     for name, found in builds().items():
         for file in found.files or ():
@@ -177,8 +182,9 @@ def owner(path: Path) -> str | None:
 
 
 def check_build() -> Finding:
-    """Which build of MLX is here: one, and the one whose library lies there."""
-    here, path = builds(), library()
+    """Whether one build of MLX is here, and the library is that build's."""
+    here = builds()
+    path = library()
     anew = f"pip uninstall {' '.join(['mlx', *here])}, then {GET_MLX}"
     if find("mlx") is None:
         return Finding("MLX build", "none, as there is no MLX", "problem", GET_MLX)
@@ -215,7 +221,7 @@ def check_import() -> Finding:
 
 
 def check_packages() -> list[Finding]:
-    """All that can be said of Python, the system and the packages."""
+    """Findings about the system, Python and the packages."""
     found = [check_system(), check_python(), check_version(MLX)]
     found += [check_build(), check_version(MLX_LM)]
     return [*found, check_import()] if is_well(found) else found
@@ -223,10 +229,10 @@ def check_packages() -> list[Finding]:
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Imports that fail because of what is installed end in one sentence, not in a traceback.
+    """Explain failed imports in one sentence if they fail because of what is installed.
 
     A command prints it and ends with 2, the doctor prints its page and ends with 1; a program
-    that imports us gets it as an ImportError. What nothing is known about goes on as it is.
+    that imports us gets it as an ImportError. Other errors are raised as they are.
     """
     try:
         yield
@@ -247,7 +253,7 @@ def explained() -> Iterator[None]:
 
 
 def say(findings: list[Finding], as_json: bool) -> None:
-    """Print the doctor's page of these findings, or one JSON document."""
+    """Print the findings as a page, or as one JSON document."""
     if as_json:
         document = {"version": __version__, "ok": is_well(findings)}
         print(json.dumps(document | {"findings": list(map(asdict, findings))}))
@@ -256,7 +262,7 @@ def say(findings: list[Finding], as_json: bool) -> None:
 
 
 def running_command() -> str | None:
-    """The command of ours that this process was started as; None in anybody else's program.
+    """The command of ours that this process runs; None in any other program.
 
     While Python looks for the module of ``python -m``, ``sys.argv`` has no name yet.
     """

@@ -1,4 +1,4 @@
-"""What is installed, and how a wrong installation is said: in one sentence, by every command."""
+"""Installed packages, and a wrong installation, which every command explains in a sentence."""
 
 import json
 import os
