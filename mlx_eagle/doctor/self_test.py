@@ -1,7 +1,7 @@
 """The self-test: attention, costs and parity tried part by part, and one report for an issue.
 
-A part that fails or whose kernel raises becomes a line of the report, and the rest goes on. The
-report names no path, no user and no host.
+If a part fails, or if its kernel raises an error, that is a line of the report, and the rest goes
+on. The report names no path, no user and no host.
 """
 
 import os
@@ -14,6 +14,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
+from itertools import product
 from math import inf, isnan
 from operator import itemgetter
 from pathlib import Path
@@ -43,23 +44,23 @@ from .packages import Finding
 
 FAILED = "FAILED"
 KERNEL_ERRORS = (RuntimeError, ValueError)
-"""What MLX raises where a kernel cannot be built or run, and we where something is refused."""
+"""Errors of MLX if a kernel cannot be built or run, and ours if something is refused."""
 PRIVATE = ("cache", "known pairs")
-"""Findings about the user, or that say nothing about the machine."""
+"""Findings about the user, or not about the machine."""
 PATH = re.compile(r"(?<![\w./~])~?(?:/[^\s/:'\"`,()]+)+/?")
-LONGEST_ERROR = 300
+LONGEST_ERROR = 300  # characters
 LEGEND = (
     "Written by `mlx_eagle.doctor --self-test`, which tries what a machine could get wrong. A "
     "near-tie is no failure: two tokens are so close there that rounding decides between them."
 )
 
 Line = tuple[str, ...]
-"""A line of a table of the report; the last cell is ``FAILED`` where something is wrong."""
+"""A line of a table of the report; the last cell is ``FAILED`` if something is wrong."""
 
 
 @dataclass
 class Part:
-    """One thing that is tried: ``run`` gives its lines of the table, or raises what ends it."""
+    """One trial: ``run`` returns its lines of the table, or raises the error that ends it."""
 
     name: str
     run: Callable[[], Sequence[Line]]
@@ -72,7 +73,7 @@ class Part:
         return bool(self.error) or any(line[-1] == FAILED for line in self.lines)
 
     def attempt(self) -> None:
-        """Run it; what a kernel raises is what it gave."""
+        """Run the trial and keep its lines, or the error of a kernel."""
         start = time.perf_counter()
         try:
             self.lines = self.run()
@@ -92,36 +93,32 @@ class Section:
 
 
 def sections() -> list[Section]:
-    """Everything that is tried, quick things first."""
+    """All sections, quick ones first."""
     return [attention_section(), cost_section(), parity_section()]
 
 
 def self_test(tried: Sequence[Section], file: Path) -> list[str]:
-    """Run all parts, saying how far it is on standard error, and write the report to ``file``.
+    """Run all parts, with progress on standard error, and write the report to ``file``.
 
-    It is also written before each part: should one end the whole process, it says which. Returns
-    the names of the parts that failed. Raises ValueError where ``file`` cannot be written, before
-    anything is run.
+    The report is also written before each part: if one ends the whole process, it says which.
+    Returns the names of the parts that failed. Raises ValueError before anything is run if
+    ``file`` cannot be written.
     """
     check_writable(file, "--out")
     prepare_device()
-    # Read once, at the first product: float32 is to be compared as float32.
+    # MLX reads it once, at the first product: float32 is to be compared as float32.
     os.environ.setdefault(TF32, "0")
-    findings, start = check_all(), time.time()
+    findings = check_all()
+    start = time.time()
     parts = [part for section in tried for part in section.parts]
     for number, part in enumerate(parts, 1):
         file.write_text(report(findings, tried, time.time() - start, part.name))
         part.attempt()
-        said = FAILED if part.has_failed else "ok"
-        line = f"[{number}/{len(parts)}] {part.name}: {said} ({part.seconds:.1f} s)"
+        verdict = FAILED if part.has_failed else "ok"
+        line = f"[{number}/{len(parts)}] {part.name}: {verdict} ({part.seconds:.1f} s)"
         print(line, file=sys.stderr, flush=True)
     file.write_text(report(findings, tried, time.time() - start))
-    return failures(tried)
-
-
-def failures(tried: Sequence[Section]) -> list[str]:
-    """The parts that failed."""
-    return [part.name for section in tried for part in section.parts if part.has_failed]
+    return [part.name for part in parts if part.has_failed]
 
 
 # --- the report ---------------------------------------------------------------------------------
@@ -130,40 +127,37 @@ def failures(tried: Sequence[Section]) -> list[str]:
 def report(
     findings: Sequence[Finding], tried: Sequence[Section], seconds: float, running: str = ""
 ) -> str:
-    """The Markdown of all that was found; ``running`` is the part that has not come back."""
-    failed, num_parts = failures(tried), sum(len(section.parts) for section in tried)
-    verdict = f"{len(failed)} of {num_parts} parts failed" if failed else "all parts passed"
-    verdict = f'ended in the part "{running}"' if running else verdict
-    rows = [
-        (f.name, f.text if f.level == "ok" else f"{f.text} ({f.level})")
-        for f in findings
-        if f.name not in PRIVATE
-    ]
+    """The results in Markdown; ``running`` is the part that has not come back."""
+    parts = [part for section in tried for part in section.parts]
+    failed = [part.name for part in parts if part.has_failed]
+    verdict = f"{len(failed)} of {len(parts)} parts failed" if failed else "all parts passed"
+    if running:
+        verdict = f'ended in the part "{running}"'
+    shown = [finding for finding in findings if finding.name not in PRIVATE]
+    rows = [(f.name, f.text if f.level == "ok" else f"{f.text} ({f.level})") for f in shown]
     day = datetime.now(UTC).strftime("%Y-%m-%d")
-    text = [
+    blocks = [
         f"## mlx-eagle {__version__} self-test: {verdict}",
         f"{day}, {seconds:.0f} seconds, {TF32}={os.environ.get(TF32, 'unset')}",
         LEGEND,
         f"Failed: {'; '.join(failed)}" if failed else "",
         markdown_table(("this machine", "what is there"), rows),
     ]
-    return redact(joined([*text, *(block for section in tried for block in blocks(section))]))
-
-
-def blocks(section: Section) -> list[str]:
-    """The heading, the remark and the table of a section; nothing before its first line."""
-    rows: list[Line] = []
-    for part in section.parts:
-        rows += part.lines
-        if part.error:
-            empty = [""] * (len(section.header) - 3)
-            rows.append((part.name, *empty, part.error[:LONGEST_ERROR], FAILED))
-    table = markdown_table(section.header, rows)
-    return [f"### {section.title}", section.remark, table] if rows else []
+    for section in tried:
+        lines: list[Line] = []
+        for part in section.parts:
+            lines += part.lines
+            if part.error:
+                empty = [""] * (len(section.header) - 3)
+                lines.append((part.name, *empty, part.error[:LONGEST_ERROR], FAILED))
+        if lines:
+            table = markdown_table(section.header, lines)
+            blocks += [f"### {section.title}", section.remark, table]
+    return redact(joined(blocks))
 
 
 def redact(text: str) -> str:
-    """Without what is private: of a path its last part stays, and the host has no name.
+    """Remove what is private: only the last part of a path stays, and the host has no name.
 
     "/home/ann/models/x.json cannot be read" -> ".../x.json cannot be read"
     """
@@ -186,7 +180,7 @@ def document(tried: Sequence[Section]) -> dict[str, Any]:
         for section in tried
         for part in section.parts
     ]
-    return {"version": __version__, "ok": not failures(tried), "parts": parts}
+    return {"version": __version__, "ok": all(part["ok"] for part in parts), "parts": parts}
 
 
 # --- attention: passes of several rows against the same rows one by one -------------------------
@@ -195,10 +189,11 @@ HEAD_DIMS = (64, 80, 96, 128, 256)
 GROUPS = (4, 8)  # query heads per key head
 PREFIXES = (100, 1100)  # keys before the pass: from 1024 on, Metal's kernel works in two steps
 PASS_ROWS = (2, 3, 4, 5, 8, 9, 16)
-NUM_HEADS, VOCAB = 8, 64
+NUM_HEADS = 8
+VOCAB = 64  # tokens
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 ATTENTION_LIMITS = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 8e-2}
-"""Of the largest logit; the rows of a pass are rounded in another order than single ones."""
+"""Shares of the largest logit: a pass rounds its rows in another order than single rows."""
 
 LLAMA = {
     "model_type": "llama",
@@ -212,80 +207,81 @@ LLAMA = {
 }
 
 
-def tiny(config: dict[str, Any], dtype: mx.Dtype = mx.float32) -> nn.Module:
-    """A model of that configuration with lively random weights."""
-    model = build(config)
-    mx.random.seed(0)
-    model.update(tree_map(_random, model.parameters()))
-    model.set_dtype(dtype)
-    mx.eval(model.parameters())
-    return model
-
-
-def _random(weight: mx.array) -> mx.array:
-    noise = 0.1 * mx.random.normal(weight.shape)
-    return 1.0 + noise if weight.ndim == 1 else noise
-
-
 def attention_section() -> Section:
-    """Every head dimension that has a kernel of its own, in every type."""
+    """Passes with every head dimension that has a kernel of its own, in every type."""
     return Section(
         "Attention: several rows against one by one",
         ("head dimension", "type", "largest difference", "allowed", "at", "verdict"),
         [
             Part(f"attention, head dimension {size}, {name}", partial(try_attention, size, name))
-            for size in HEAD_DIMS
-            for name in DTYPES
+            for size, name in product(HEAD_DIMS, DTYPES)
         ],
         "A tiny random model; differences are shares of its largest logit.",
     )
 
 
 def try_attention(head_dim: int, dtype_name: str) -> list[Line]:
-    """The largest difference in logits of passes of several rows, of all groups and prefixes."""
+    """Find the largest difference in logits over all groups, prefixes and numbers of rows."""
     found = []
     for group in GROUPS:
-        changes = {"head_dim": head_dim, "num_key_value_heads": NUM_HEADS // group}
-        model = tiny(LLAMA | changes, DTYPES[dtype_name])
+        model = tiny_llama(head_dim, NUM_HEADS // group, DTYPES[dtype_name])
         for prefix in PREFIXES:
-            place = f"{group} heads per key, {prefix} keys"
             for rows, difference in differences(model, prefix, DTYPES[dtype_name]):
-                found.append((difference, f"{rows} rows, {place}"))
+                found.append((difference, f"{rows} rows, {group} heads per key, {prefix} keys"))
     worst, where = max(found, key=itemgetter(0))
     limit = ATTENTION_LIMITS[dtype_name]
     verdict = "ok" if worst <= limit else FAILED
     return [(str(head_dim), dtype_name, f"{worst:.1e}", f"{limit:.0e}", where, verdict)]
 
 
+def tiny_llama(head_dim: int, num_key_heads: int, dtype: mx.Dtype) -> nn.Module:
+    """A tiny model with random weights that are large enough to make a difference."""
+    model = build(LLAMA | {"head_dim": head_dim, "num_key_value_heads": num_key_heads})
+    mx.random.seed(0)
+
+    def random(weight: mx.array) -> mx.array:
+        noise = 0.1 * mx.random.normal(weight.shape)
+        return 1.0 + noise if weight.ndim == 1 else noise
+
+    model.update(tree_map(random, model.parameters()))
+    model.set_dtype(dtype)
+    mx.eval(model.parameters())
+    return model
+
+
 def differences(model: nn.Module, prefix: int, dtype: mx.Dtype) -> list[tuple[int, float]]:
-    """Number of rows and difference, by the largest logit, for passes after random keys."""
+    """Numbers of rows, and the differences of their passes as shares of the largest logit."""
     filled = make_prompt_cache(model)
     shape = (1, model.args.num_key_value_heads, prefix, model.args.head_dim)
     for cache in filled:
-        keys, values = (mx.random.normal(shape).astype(dtype) for _ in range(2))
+        keys = mx.random.normal(shape).astype(dtype)
+        values = mx.random.normal(shape).astype(dtype)
         cache.update_and_fetch(keys, values)
     mx.eval([cache.state for cache in filled])
     tokens = mx.random.randint(0, VOCAB, (1, max(PASS_ROWS)))
     by_one = deepcopy(filled)
-    single = mx.concatenate(
-        [model(tokens[:, i : i + 1], cache=by_one)[0] for i in range(max(PASS_ROWS))]
-    ).astype(mx.float32)
+    rows = [model(tokens[:, i : i + 1], cache=by_one)[0] for i in range(max(PASS_ROWS))]
+    single = mx.concatenate(rows).astype(mx.float32)
     found = []
-    for rows in PASS_ROWS:
-        several = model(tokens[:, :rows], cache=deepcopy(filled))[0].astype(mx.float32)
-        difference = mx.abs(several - single[:rows]).max() / mx.abs(single[:rows]).max()
+    for num_rows in PASS_ROWS:
+        several = model(tokens[:, :num_rows], cache=deepcopy(filled))[0].astype(mx.float32)
+        difference = mx.abs(several - single[:num_rows]).max() / mx.abs(single[:num_rows]).max()
         number: Any = difference.item()
-        found.append((rows, inf if isnan(number) else number))
+        found.append((num_rows, inf if isnan(number) else number))
     return found
 
 
 # --- costs: passes of the demo target by rows, and its head -------------------------------------
 
-CHAIN, ROWS, DRAFTS, CONTEXT, SAMPLES = 4, range(1, 9), (1, 4), 128, 5
+CHAIN = 4  # draft tokens, also of the chains below
+ROWS = range(1, 9)
+DRAFTS = (1, 4)  # tokens
+CONTEXT = 128  # tokens
+SAMPLES = 5
 
 
 def cost_section() -> Section:
-    """What passes of the demo target cost by rows, and what the head costs."""
+    """Costs of passes of the demo target by rows, and of its head."""
     return Section(
         "Costs: the demo pair as the commands load it",
         ("what", "milliseconds", "of a plain step"),
@@ -295,7 +291,7 @@ def cost_section() -> Section:
 
 
 def measure_costs(samples: int) -> list[Line]:
-    """c(R) for R of 1 to 8, an accept pass, and one more draft token."""
+    """Measure c(R) for R of 1 to 8, an accept pass, and one more draft token."""
     model, _, drafter = load_demo()
     context = [token % 1000 + 100 for token in range(CONTEXT)]
     timed = Samples()
@@ -314,16 +310,18 @@ QUESTIONS = (
     "Tom has 3 boxes with 7 pens each and buys 4 more pens. How many pens does he have?",
 )
 TEMPLATE = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
-TREE, SEED = TreeShape(4, 4, 15), 7
-LEAST_TOKENS, MOST_TOKENS = 4, 96  # of an answer
-SECONDS = 8.0  # for one answer, plain and drafted: there are fifteen pairs of them
+TREE = TreeShape(4, 4, 15)
+SEED = 7
+LEAST_TOKENS = 4  # of an answer
+MOST_TOKENS = 96
+SECONDS = 8.0  # for one answer, plain and drafted: there are fifteen such pairs
 NEAR_TIES = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.5}
 """Margins up to which two tokens are so close that rounding may decide between them."""
 
 
 @dataclass
 class DemoPair:
-    """The demo pair in one type of weights, and mlx-lm's own greedy answer on it."""
+    """The demo pair in one type of weights, and mlx-lm's own greedy answer with it."""
 
     name: str
     model: nn.Module
@@ -334,25 +332,25 @@ class DemoPair:
 
     def prompts(self) -> list[list[int]]:
         """The questions as tokens."""
-        encode = self.tokenizer.encode
-        return [encode(TEMPLATE.format(question)) for question in QUESTIONS]
+        return [self.tokenizer.encode(TEMPLATE.format(question)) for question in QUESTIONS]
 
     def run(self, generate: Callable[..., Any], **options: Any) -> list[int]:
-        """The tokens of one answer."""
-        found = generate(
-            self.model, self.tokenizer, self.prompts()[0], max_tokens=self.num_tokens, **options
-        )
+        """Generate one answer: its tokens."""
+        prompt = self.prompts()[0]
+        options["max_tokens"] = self.num_tokens
+        found = generate(self.model, self.tokenizer, prompt, **options)
         return [response.token for response in found]
 
     def line(self, way: str, result: dict[str, Any], num_tokens: int) -> Line:
-        """Identical, or parted at a near-tie: fine; anything else is not."""
-        near = result["identical"] or result["margin"] <= NEAR_TIES[self.name]
-        verdict = "ok" if result["identical"] else "near-tie" if near else FAILED
+        """The line of one comparison: identical, a near-tie, or a failure."""
+        verdict = "ok"
+        if not result["identical"]:
+            verdict = "near-tie" if result["margin"] <= NEAR_TIES[self.name] else FAILED
         return (self.name, way, str(num_tokens), parity_words(result), verdict)
 
 
 def load_pair(name: str) -> DemoPair:
-    """Packed on a GPU, as people run it; dense on a CPU, where packed weights are slow."""
+    """Load the pair: packed on a GPU, as people run it; dense on a CPU, where packing is slow."""
     loaded = load_demo(DTYPES[name], quantized=mx.default_device() == mx.gpu)
     pair = DemoPair(name, *loaded)
     pair.num_tokens = num_tokens_within(SECONDS, pair.model, pair.prompts()[0])
@@ -361,12 +359,14 @@ def load_pair(name: str) -> DemoPair:
 
 
 def num_tokens_within(seconds: float, model: nn.Module, prompt: list[int]) -> int:
-    """How many tokens a plain and a drafted answer may have to take that long here.
+    """Number of tokens that a plain and a drafted answer may have to take this long here.
 
-    By single passes, of which the first is the slowest, and as if every draft were wrong: half
-    precision on a CPU, or a CPU without a fast BLAS, is many times slower than a GPU.
+    It is estimated from single passes, of which the first is the slowest, and as if every draft
+    were wrong: half precision on a CPU, or a CPU without a fast BLAS, is many times slower than a
+    GPU.
     """
-    cache, took = make_prompt_cache(model), []
+    cache = make_prompt_cache(model)
+    took = []
     for tokens in (prompt, prompt[:1], (prompt * TREE.nodes)[: TREE.nodes + 1]):
         start = time.perf_counter()
         mx.eval(model(mx.array([tokens]), cache=cache))
@@ -392,8 +392,7 @@ def parity_section() -> Section:
         ("weights", "drafts", "tokens", "result", "verdict"),
         [
             Part(f"parity, {name}, {way}", partial(run, name, way))
-            for name in NEAR_TIES
-            for way in WAYS
+            for name, way in product(NEAR_TIES, WAYS)
         ],
         f"Chains of {CHAIN} draft tokens, a tree {TREE}, samples at temperature 1, a batch of "
         f"{len(QUESTIONS)}; answers are as long as there is time for. Where two texts part, the "
@@ -402,20 +401,16 @@ def parity_section() -> Section:
     )
 
 
-def try_greedy(pair: DemoPair, way: str, **options: Any) -> list[Line]:
-    """A greedy answer, drafted with these options, against mlx-lm's."""
-    drafted = pair.run(stream_generate, draft_model=pair.drafter, **options)
-    result = compare(pair.model, pair.prompts()[0], pair.greedy, drafted)
-    return [pair.line(way, result, len(drafted))]
-
-
-def try_sampled(pair: DemoPair, way: str, **options: Any) -> list[Line]:
-    """With a seed, a drafted text is the one that the same sampler draws from plain decoding."""
+def try_one(pair: DemoPair, way: str, is_sampled: bool = False, **options: Any) -> list[Line]:
+    """Compare a drafted answer with mlx-lm's greedy one, or with the same sampler's plain one."""
+    plain = pair.greedy
     sampling = Sampling(temp=1.0, seed=SEED)
-    plain = pair.run(mlx_lm.stream_generate, sampler=sampling.begin())
-    drafted = pair.run(stream_generate, draft_model=pair.drafter, sampler=sampling, **options)
+    if is_sampled:
+        plain = pair.run(mlx_lm.stream_generate, sampler=sampling.begin())
+        options["sampler"] = sampling
+    drafted = pair.run(stream_generate, draft_model=pair.drafter, **options)
     result = compare(pair.model, pair.prompts()[0], plain, drafted)
-    if not result["identical"]:
+    if is_sampled and not result["identical"]:
         index = result["index"]
         scores = noisy_scores(pair.model, pair.prompts()[0] + plain[:index], sampling, index)
         result["margin"] = margin(scores, index, plain, drafted)
@@ -425,13 +420,13 @@ def try_sampled(pair: DemoPair, way: str, **options: Any) -> list[Line]:
 def noisy_scores(
     model: nn.Module, tokens: list[int], sampling: Sampling, position: int
 ) -> mx.array:
-    """What the token after ``tokens`` is the best of, (V,), the ``position``-th drawn."""
+    """Scores (V,) whose largest is the token after ``tokens``, the ``position``-th drawn."""
     logprobs = next_logprobs(model, tokens)
     return sampling.log_probabilities(logprobs) + sampling.noise(position, logprobs.shape[-1])
 
 
 def try_batch(pair: DemoPair, way: str) -> list[Line]:
-    """Two answers at once against mlx-lm's own batch."""
+    """Compare two answers at once with mlx-lm's own batch."""
     prompts = pair.prompts()
     options: dict[str, Any] = {"max_tokens": pair.num_tokens, "return_token_ids": True}
     plain = mlx_lm.batch_generate(pair.model, pair.tokenizer, prompts, **options).token_ids
@@ -444,9 +439,9 @@ def try_batch(pair: DemoPair, way: str) -> list[Line]:
 
 
 WAYS: dict[str, Callable[[DemoPair, str], list[Line]]] = {
-    "chain": partial(try_greedy, num_draft_tokens=CHAIN),
-    "tree": partial(try_greedy, tree=TREE),
-    "sampled": partial(try_sampled, num_draft_tokens=CHAIN),
-    "sampled tree": partial(try_sampled, tree=TREE),
+    "chain": partial(try_one, num_draft_tokens=CHAIN),
+    "tree": partial(try_one, tree=TREE),
+    "sampled": partial(try_one, is_sampled=True, num_draft_tokens=CHAIN),
+    "sampled tree": partial(try_one, is_sampled=True, tree=TREE),
     "batch": try_batch,
 }

@@ -47,7 +47,8 @@ def run(monkeypatch, tmp_path, capsys):
     def run(*parts: Part, flags: tuple[str, ...] = (), out: str = "report.md"):
         monkeypatch.setattr(program, "sections", lambda: [section(*parts)])
         monkeypatch.setenv(self_test.TF32, "0")
-        code, file = 0, tmp_path / out
+        code = 0
+        file = tmp_path / out
         try:
             program.main(["--self-test", "--out", str(file), *flags])
         except SystemExit as stop:
@@ -176,7 +177,8 @@ def test_each_type_of_weights_is_loaded_once(pair, monkeypatch):
 @pytest.mark.parametrize("way", thorough(WAYS, "chain", "sampled"))
 def test_a_difference_has_its_margin(pair, monkeypatch, way):
     """mlx-lm's own text is changed, as if ours had gone another way there."""
-    stream, batch = self_test.mlx_lm.stream_generate, self_test.mlx_lm.batch_generate
+    stream = self_test.mlx_lm.stream_generate
+    batch = self_test.mlx_lm.batch_generate
 
     def wrong_stream(*args, **options):
         for i, response in enumerate(stream(*args, **options)):
@@ -202,8 +204,10 @@ def test_near_ties_are_no_failures(pair, margin, verdict):
 
 
 def test_a_sampled_token_is_the_best_of_the_noisy_scores(pair):
-    """Those that the margin is taken of."""
-    sampling, model, tokens = self_test.Sampling(temp=1.0, seed=3), pair.model, [5, 6]
+    """The margin is that of these scores."""
+    sampling = self_test.Sampling(temp=1.0, seed=3)
+    model = pair.model
+    tokens = [5, 6]
     logits = model(mx.array(tokens)[None])[0, -1:]
     logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     scores = self_test.noisy_scores(model, tokens, sampling, 0).flatten()
