@@ -19,7 +19,9 @@ from mlx_eagle.draft_models import find_drafter, open_beside, split_name
 from mlx_eagle.drafters.base import Drafter
 from mlx_eagle.drafters.pairs import pair_for
 from mlx_eagle.system.device import prepare_device
+from mlx_eagle.system.exit_codes import run_command
 from mlx_eagle.system.loading import context_size, load
+from mlx_eagle.system.progress import open_bar
 
 from . import conditions
 from .flags import (

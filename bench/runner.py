@@ -18,7 +18,6 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_eagle.decoding.sampling import Sampling
 from mlx_eagle.decoding.stats import Stats
 from mlx_eagle.drafters.base import Drafter
-from mlx_eagle.drafters.lookup import CopyingDrafter
 from mlx_eagle.generate import stream_generate
 
 from .configurations import Configuration
@@ -82,7 +81,7 @@ def responses(
     elif configuration.kind != "plain":
         drafter = models.drafters[configuration.drafter]
         is_copying = configuration.kind == "copies"
-        options["draft_model"] = CopyingDrafter(drafter) if is_copying else drafter
+        options["draft_model"] = drafter.with_copies() if is_copying else drafter
         generate = stream_generate
     return generate(models.target, models.tokenizer, prompt, **options)
 

@@ -15,9 +15,9 @@ from mlx_eagle.system.cli_values import (
     use_plain_words,
 )
 from mlx_eagle.system.device import prepare_device
+from mlx_eagle.system.exit_codes import run_command
+from mlx_eagle.system.progress import Bar
 
-from ..system.exit_codes import run_command
-from ..system.progress import Bar
 from .pipeline import DTYPES, convert
 from .publish import to_pytorch
 from .published_head import Overrides

@@ -33,9 +33,9 @@ from mlx_eagle.drafters.head import Eagle3Head
 from mlx_eagle.drafters.head_weights import AttachedHead, load_head
 from mlx_eagle.system.fields import is_number
 from mlx_eagle.system.loading import load
+from mlx_eagle.system.progress import open_bar
 from mlx_eagle.target.target import Target
 
-from ..system.progress import open_bar
 from .rope import DEFAULT_THETA
 
 DEPTHS = 3

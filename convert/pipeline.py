@@ -21,9 +21,9 @@ from mlx_eagle.drafters.target_parts import (
 from mlx_eagle.system.atomic_folder import AlreadyThere, new_folder
 from mlx_eagle.system.device import megabytes
 from mlx_eagle.system.hub import locate, upload
+from mlx_eagle.system.progress import Progress, silent
 from mlx_eagle.system.safetensors import save_arrays
 
-from ..system.progress import Progress, silent
 from .check import check_entry, check_head, check_table, load_model, rope_bases
 from .check_acceptance import measure_acceptance
 from .checkpoint import (

@@ -208,7 +208,7 @@ def test_weights_that_drafters_share_are_counted_for_both(tiny):
     """Three drafters, two with one head: a peak leaves out only what the others need."""
     head = head_of(tiny)
     other = tiny_head(tiny.target, seed=5)
-    shared = {"head": head, "head+lookup": CopyingDrafter(head), "other": other}
+    shared = {"head": head, "head+lookup": head.with_copies(), "other": other}
     models = runner.Models(tiny.target, tiny.tokenizer, shared)
     overall = {"speedup": 1.5, "tps": 3.0, "plain_tps": 2.0, "mean_acceptance_length": 2.0,
                "peak_bytes": 10**9, "speedup_by_prompt": {"min": 1.0}}  # fmt: skip

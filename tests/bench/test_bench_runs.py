@@ -19,7 +19,6 @@ from mlx_eagle.bench import (
 )
 from mlx_eagle.bench.configurations import PLAIN, Configuration, make_configurations
 from mlx_eagle.bench.costs import Costs
-from mlx_eagle.drafters import lookup as copying
 
 
 def head_of(tiny: runner.Models):
