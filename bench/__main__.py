@@ -147,7 +147,7 @@ def load_models(args: argparse.Namespace) -> tuple[Models, dict[str, str]]:
     wanted = draft_names(args) or (None if args.model is None else AUTO,)
     if not draft_names(args) and args.model is not None and known_drafter(args.model) is None:
         pair_for(args.model)  # raises the error that there is none
-    heads = {name: with_known_head(name, args.model) for name in wanted}
+    heads = {name: with_known_head(name, args.model, copies=False) for name in wanted}
     for head in heads.values():
         find_drafter(head)
     if args.model is None:
@@ -161,7 +161,7 @@ def load_models(args: argparse.Namespace) -> tuple[Models, dict[str, str]]:
         drafter = open_beside(
             own, head, model, tokenizer, draft_window=args.draft_window, target=args.model
         )
-        say_known_head(given, args.model)
+        say_known_head(given, args.model, copies=False)
         name = head or AUTO
         if split_name(name)[0] == AUTO:
             name = name.replace(AUTO, DEMO_NAMES["head"])
