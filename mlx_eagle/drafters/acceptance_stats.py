@@ -23,15 +23,15 @@ STEPS = 64  # between 0 and 1, to which chances are rounded, so that trees are l
 
 
 class Acceptance:
-    """The share of tokens kept at each place of a draft, given that those before it were kept.
+    """The share of tokens kept at each place of a draft, given that all before it were kept.
 
-    What is little known leans on what is believed.
+    A place that was seen rarely leans on what is believed of it.
     """
 
     def __init__(self, believed: "float | Sequence[float] | Acceptance", num_places: int):
-        """``believed``, before anything was seen: of each place, or what others tell of it.
+        """``believed`` before anything was seen: chances by place, or the places of other texts.
 
-        Where it is the first place's alone, the others lean on the place before.
+        Where it tells only of the first place, the others lean on the place before.
         """
         self._believed = believed
         self._reached = [0.0] * num_places
@@ -41,7 +41,7 @@ class Acceptance:
         self._expected: dict[DraftShape, float] = {}
 
     def fade(self, factor: float = MEMORY) -> None:
-        """Let all that was seen so far weigh less."""
+        """Reduce the weight of everything seen so far."""
         self._reached = [factor * n for n in self._reached]
         self._kept = [factor * n for n in self._kept]
         self._emitted = factor * self._emitted
@@ -50,7 +50,7 @@ class Acceptance:
         self._expected = {}
 
     def observe(self, num_drafted: int, num_kept: int) -> None:
-        """See a draft of which the first ``num_kept`` tokens were kept."""
+        """Record a draft whose first ``num_kept`` tokens were kept."""
         for place in range(min(num_kept + 1, num_drafted)):
             self.see(place, place < num_kept)
 
@@ -61,7 +61,7 @@ class Acceptance:
         ranks: Sequence[int],
         memory: float = MEMORY,
     ) -> None:
-        """See a round: what each request kept of a chain, or ``ranks`` of a tree.
+        """Record a round: tokens that each request kept of a chain, or ``ranks`` of a tree.
 
         Places are about the likeliest children, which chains are made of; so a tree, where of
         each level ``ranks`` says which child was kept, 0 the likeliest, tells as much. What was
@@ -79,7 +79,7 @@ class Acceptance:
             self.see(level, rank == 0)
 
     def see(self, place: int, is_kept: bool) -> None:
-        """See a token at a place that was reached, whether it was kept."""
+        """Record whether the token at a place that was reached was kept."""
         place = min(place, len(self._reached) - 1)
         self._reached[place] += 1
         self._kept[place] += is_kept
@@ -88,12 +88,12 @@ class Acceptance:
 
     @property
     def places(self) -> list[float]:
-        """By place, the chance of a token to be kept where those before it are."""
+        """The chance, by place, that a token is kept if all before it are."""
         self._places = self._places or self._chances()
         return self._places
 
     def expected_tokens(self, shape: DraftShape) -> float:
-        """Tokens that a draft of ``shape`` emits at these chances; of trees as they did lately."""
+        """Tokens that a draft of ``shape`` emits at these chances, for trees as lately seen."""
         if shape not in self._expected:
             share = 1.0 if shape.tree is None else self._tree_share
             self._expected[shape] = share * expected_tokens(self.places, shape)
@@ -126,15 +126,15 @@ class Acceptance:
         return places
 
     def along(self, size: int) -> list[float]:
-        """For each of the first ``size`` tokens, the chance that it is kept."""
+        """The chance that it is kept, for each of the first ``size`` tokens."""
         return list(accumulate(_run(self.places, size), mul))
 
 
 class CopySeen(NamedTuple):
-    """A match of ``match_length`` tokens was followed by text: how much of its copy was right.
+    """Record of how far a copy was right, which followed a match of ``match_length`` tokens.
 
-    Of the copy ``num_seen`` tokens have met the text, up to the first wrong one, and the first
-    ``num_right`` of them were right. ``is_answer``: copied from another answer.
+    ``num_seen`` tokens of the copy were compared with the text, up to the first wrong one, and
+    the first ``num_right`` of them were right. ``is_answer``: copied from another answer.
     """
 
     match_length: int
@@ -159,7 +159,7 @@ class CopyAcceptance:
     """
 
     def __init__(self, others: "CopyAcceptance | None" = None):
-        """``others``: what other texts tell, on which this one leans."""
+        """``others`` are the shares of other texts, on which this one leans."""
         believed = [1 - WRONG_BY_TOKEN ** min(place, MOST_BELIEVED) for place in COPY_PLACES]
         halved = [ANSWERS_SHARE * chance for chance in believed]
         num = len(COPY_PLACES)
@@ -167,7 +167,7 @@ class CopyAcceptance:
         self._answers: Acceptance = Acceptance(halved if others is None else others._answers, num)
 
     def learn(self, copies: Sequence[CopySeen]) -> None:
-        """See what became of the copies of a round, verified or not."""
+        """Record how far the copies of a round were right, verified or not."""
         for seen in copies:
             if seen.num_seen == 0:
                 continue
@@ -177,7 +177,7 @@ class CopyAcceptance:
                 counts.see(_copy_class(seen.match_length + i), i < seen.num_right)
 
     def along(self, match_length: int, size: int, is_answer: bool = False) -> list[float]:
-        """For each of ``size`` tokens behind a match, the chance that it is kept."""
+        """The chance that it is kept, for each of ``size`` tokens behind a match."""
         places = (self._answers if is_answer else self._own).places
         chances = (places[_copy_class(match_length + i)] for i in range(size))
         return list(accumulate(chances, mul))

@@ -75,12 +75,13 @@ TEXT_PART: Table = {
 
 @dataclass(frozen=True, kw_only=True)
 class AssistantConfig(FolderConfig):
-    """What the ``config.json`` of a converted assistant says.
+    """The ``config.json`` of a converted assistant.
 
-    ``head_dim`` is that of sliding layers, ``global_head_dim`` of full ones. With
-    ``num_centroids`` above 0 only the tokens of the ``centroid_top_k`` best of so many equal
-    clusters can be drafted. A ``position`` "next" is that of the newest token, whose keys and
-    values the target has yet to compute; "newest" that of the last row it has.
+    Sliding layers have heads of width ``head_dim``, full ones of ``global_head_dim``. With
+    ``num_centroids`` above 0 the vocabulary is cut into that many equal clusters, and only the
+    tokens of the ``centroid_top_k`` best can be drafted. ``position`` "next" is the position of
+    the newest token, whose keys and values the target has yet to compute; "newest" is the
+    position of the last row that it has.
     """
 
     hidden_size: Size
@@ -127,7 +128,7 @@ class AssistantConfig(FolderConfig):
         return f"for Gemma 4 of hidden size {self.target_hidden_size}"
 
     def layer_args(self) -> gemma4_text.ModelArgs:
-        """The same for mlx-lm's layers, all of which read keys and values of others."""
+        """Arguments of mlx-lm's layers, all of which read keys and values of other layers."""
         return gemma4_text.ModelArgs(
             hidden_size=self.hidden_size,
             num_hidden_layers=len(self.layer_types),
@@ -166,7 +167,7 @@ class Assistant(nn.Module):
         self._clusters: mx.array | None = None
 
     def set_clusters(self, ordering: mx.array) -> None:
-        """The tokens (V,), cluster by cluster."""
+        """Set the clusters: ``ordering`` (V,) lists the tokens cluster by cluster."""
         self._clusters = ordering.astype(mx.int32).reshape(self.config.num_centroids, -1)
         mx.eval(self._clusters)
 
@@ -202,7 +203,7 @@ class AssistantDrafter(FeatureDrafter):
     head: Assistant
 
     def __init__(self, head: Assistant, target: nn.Module):
-        """Raises ValueError where the target is not one that the assistant is for."""
+        """Raises ValueError if the assistant was not made for this target."""
         text = text_of(target)
         head.config.check_fit(sizes_of(target))
         self._sources = sources(head.config, text)
@@ -223,7 +224,7 @@ class AssistantDrafter(FeatureDrafter):
         return mx.concatenate([embeddings, states.astype(embeddings.dtype)], axis=-1)
 
     def _first_logits(self, seed: mx.array) -> mx.array:
-        """There are none before the target's rows are cut to what was kept."""
+        """No logits yet: the target's rows have to be cut to what was kept first."""
         return mx.zeros((0,))
 
     def see_target(self, caches: CacheView) -> None:
@@ -267,7 +268,7 @@ def text_of(target: nn.Module) -> gemma4_text.Model:
 def sources(config: AssistantConfig, target: gemma4_text.Model) -> dict[str, int]:
     """The target's cache that layers of each type read: the last of that type with its own rows.
 
-    Layers after the first ``num_kv_shared_layers`` from the end have none. The full one is always
+    The last ``num_kv_shared_layers`` layers have none. The full one is always
     among them, for it has a row for each position. Raises ValueError where heads do not fit.
     """
     args = target.args
@@ -290,7 +291,7 @@ def sources(config: AssistantConfig, target: gemma4_text.Model) -> dict[str, int
 
 
 def recognise(names: Collection[str], config: Mapping[str, Any]) -> bool:
-    """By the projections from and to the target's width, which nothing else has."""
+    """Recognise an assistant by the projections from and to the target's width."""
     bare = {name.removeprefix("model.") for name in names}
     return not bare.isdisjoint({"pre_projection.weight", "post_projection.weight"})
 
@@ -336,7 +337,7 @@ def _known_tensors(tensors: Tensors, is_tied: bool) -> dict[str, Tensor]:
 def _config_from(
     tensors: Tensors, config: Mapping[str, Any], text: Mapping[str, Any]
 ) -> AssistantConfig:
-    """The config that a published checkpoint comes to; sizes are those of its tensors."""
+    """The config of a published checkpoint, with the sizes of its tensors."""
     unknown = {
         "hidden_activation": text.get("hidden_activation") not in (None, "gelu_pytorch_tanh"),
         **{

@@ -21,10 +21,10 @@ from .tree import Tree
 LONG_DRAFT = 3  # tokens: from here on each one is started when it is built
 
 Pick = Callable[[mx.array, mx.array | None], mx.array]
-"""How to choose a draft token from logits (1, Vd): see ``accept.Choice.pick``."""
+"""Chooses a draft token from logits (1, Vd): see ``accept.Choice.pick``."""
 
 PickChildren = Callable[[mx.array, mx.array | None, int], tuple[mx.array, mx.array]]
-"""How to choose several from logits (m, Vd): see ``accept.Choice.pick_children``."""
+"""Chooses several tokens from logits (m, Vd): see ``accept.Choice.pick_children``."""
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,14 @@ class Draft:
         return len(self) if self.parents is None else self.depth
 
     def known_parents(self) -> Sequence[int] | None:
-        """``parents`` on the host, waited for where they are on the device alone."""
+        """``parents`` on the host; waits for them if only the device has them."""
         if self.form or self.parents is None:
             return self.form
         waited: Any = self.parents.tolist()
         return [int(parent) for parent in waited]
 
     def tree_mask(self) -> mx.array | None:
-        """Which rows of the verify pass each one sees, itself included; None for a chain.
+        """Rows of the verify pass that each row sees, itself included; None for a chain.
 
         See ``tree_rows.ancestors``.
         """
@@ -73,7 +73,7 @@ def empty_draft() -> Draft:
 def start_early(token: mx.array, size: int) -> None:
     """Start computing ``token`` (1,) before the rest of a draft of ``size`` tokens is built.
 
-    Of a short draft the whole is built sooner than the device is through with the round before.
+    A short draft is built as a whole before the device is through with the round before.
     The first token of a long one is a choice from logits that run behind the accept pass already:
     the device makes it while the next step is built, so it need not be any earlier.
     """
@@ -82,13 +82,13 @@ def start_early(token: mx.array, size: int) -> None:
 
 
 def index_of(array: mx.array) -> int:
-    """A whole number that is on the device; waits for it."""
+    """Read a whole number from the device; waits for it."""
     found: Any = array.item()
     return int(found)
 
 
 def row_at(rows: mx.array, last: mx.array | None) -> mx.array:
-    """Of rows (m, ...) the one at ``last`` (), by default the last, as (1, ...)."""
+    """The row at ``last`` () of rows (m, ...), by default the last one, as (1, ...)."""
     return rows[-1:] if last is None else rows[last.reshape(1)]
 
 
@@ -102,10 +102,10 @@ def check_width(features: mx.array, width: int) -> None:
 
 
 class Picks(Protocol):
-    """How draft tokens are chosen in one round of a batch."""
+    """Rules by which draft tokens are chosen in one round of a batch."""
 
     def pick(self, logits: mx.array, ids: mx.array | None) -> mx.array:
-        """Of every request, as ``Pick``: logits (B, Vd) -> indices (B,)."""
+        """The ``Pick`` of all requests at once: logits (B, Vd) -> indices (B,)."""
 
     def alone(self, index: int) -> Pick:
         """The ``Pick`` of one request."""
@@ -119,12 +119,12 @@ class Drafter(Protocol):
     committed, a drafter has absorbed N - 1 pairs, and nothing that ``propose`` left behind:
     ``propose`` changes nothing that the next ``extend`` does not overwrite.
 
-    Every drafter has a way to do the members up to ``propose``. Those after it tell what it can
-    do beyond that; here they answer that it cannot, so derive from this class.
+    Every drafter implements the members up to ``propose``. The members after it say what a
+    drafter can do beyond that; here they answer that it cannot, so derive from this class.
     """
 
     taps: tuple[int, ...]
-    """Which activations ``extend`` wants; () for none."""
+    """Layers whose activations ``extend`` wants; () for none."""
 
     cache: list[Any]
     """mlx-lm caches, one slot per pair, so that the loop can cut surplus rows as the target's."""
@@ -133,7 +133,7 @@ class Drafter(Protocol):
     """Forward passes of the draft model since ``begin`` (prefill included)."""
 
     copies: CopySource | None = None
-    """What is copied from in place of drafts, where a copy promises more; None: nothing."""
+    """Texts to copy from where a copy promises more than a draft; None: no copies."""
 
     @abstractmethod
     def begin(self, cache: list[Any] | None = None) -> "Drafter":
@@ -180,12 +180,12 @@ class Drafter(Protocol):
 
     @property
     def longest_draft(self) -> int | None:
-        """The most tokens it ever drafts; 0 for none at all, None where there is no limit."""
+        """The most tokens it ever drafts: 0 if it drafts none, None if there is no limit."""
         return None
 
     @property
     def cost_key(self) -> str:
-        """What the cost of its rounds depends on, besides ``modules``: equal where that is."""
+        """Key of the cost of its rounds, which depends on nothing but this and ``modules``."""
         return type(self).__name__
 
     def see_target(self, caches: CacheView) -> None:
@@ -197,11 +197,11 @@ class Drafter(Protocol):
 
     @property
     def supports_trees(self) -> bool:
-        """Whether it can propose trees."""
+        """Whether the drafter can propose trees."""
         return False
 
     def check_tree(self, shape: Tree) -> None:
-        """Raise ValueError, before anything is drafted, where it cannot draft that tree."""
+        """Raise ValueError, before anything is drafted, if it cannot draft that tree."""
         raise ValueError("this drafter proposes chains only: leave the tree out.")
 
     def propose_tree(self, shape: Tree, pick: PickChildren) -> Draft:
@@ -222,15 +222,15 @@ class Drafter(Protocol):
         return False
 
     def use_overlay(self, is_used: bool) -> None:
-        """Keep them there from now on, or in the caches; the drafts are the same."""
+        """Keep drafted slots outside the caches from now on, or inside; drafts stay the same."""
         return
 
     def batch_drafter(self) -> "BatchDrafter | None":
-        """One that drafts for several requests in shared passes, of none yet; None: it cannot."""
+        """A drafter for several requests in shared passes, with none yet; None: it cannot."""
         return None
 
     def with_copies(self) -> Self:
-        """The same drafter, in place of whose drafts copies from the text may come."""
+        """The same drafter, whose drafts may be replaced by copies from the text."""
         made = copy(self)
         made.copies = CopySource()
         return made
@@ -257,7 +257,7 @@ class Drafter(Protocol):
 class NullDrafter(Drafter):
     """A ``Drafter`` that absorbs nothing and proposes nothing.
 
-    ``num_forwards`` are those of a drafter in whose place it comes.
+    ``num_forwards`` is the count of the drafter that it replaces.
     """
 
     taps: tuple[int, ...] = ()
@@ -276,7 +276,7 @@ class NullDrafter(Drafter):
     def extend(
         self, tokens: mx.array, features: mx.array | None, last: mx.array | None = None
     ) -> None:
-        """There is nothing to absorb it."""
+        """Ignore the pairs: nothing absorbs them."""
 
     def propose(self, size: int, pick: Pick) -> Draft:
         return empty_draft()
@@ -293,12 +293,12 @@ class PendingPairs:
         self._rounds: list[tuple[int, mx.array, mx.array | None, Sequence[int]]] = []
 
     def __len__(self) -> int:
-        """Tokens of the request that has most of them."""
+        """Number of tokens of the request that has the most."""
         return max(self.lengths, default=0)
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each request."""
+        """Number of tokens of each request."""
         return [sum(counts) for counts in zip(*(r[3] for r in self._rounds), strict=True)]
 
     def add(
@@ -308,7 +308,7 @@ class PendingPairs:
         features: mx.array | None,
         lengths: Sequence[int] | None = None,
     ) -> None:
-        """Add what was emitted from ``position`` on; of request b the first ``lengths[b]`` tokens.
+        """Add tokens emitted from ``position`` on: the first ``lengths[b]`` of request b.
 
         By default all tokens.
         """
@@ -321,7 +321,7 @@ class PendingPairs:
         self._rounds = [each for each in self._rounds if each[0] < position]
 
     def keep(self, index: Sequence[int]) -> None:
-        """Keep these of several requests."""
+        """Drop all requests except ``index``."""
         rows = mx.array([*index])
         self._rounds = [
             (at, tokens[rows], None if f is None else f[rows], [lengths[b] for b in index])
@@ -332,7 +332,7 @@ class PendingPairs:
         self._rounds = []
 
     def flush(self, extend: Callable[[mx.array, mx.array | None], None]) -> None:
-        """Give all of them to ``extend``, and forget them once it has taken them."""
+        """Give all pairs to ``extend``, and forget them once it has taken them."""
         if not self._rounds:
             return
         found = [features for _, _, features, _ in self._rounds if features is not None]
@@ -347,7 +347,7 @@ class PendingPairs:
         self.clear()
 
     def _places(self) -> mx.array:
-        """Where the tokens of each request stand among all rows, (B, m); padded at the end."""
+        """Positions of each request's tokens among all rows, (B, m); padded at the end."""
         places: list[list[int]] = [[] for _ in self.lengths]
         start = 0
         for _, tokens, _, lengths in self._rounds:
@@ -362,16 +362,16 @@ class BatchDrafter(Protocol):
     """A drafter for B requests, in order; see ``Drafter`` for what is drafted and absorbed."""
 
     def num_forwards(self, index: int) -> int:
-        """Forward passes since that request has joined, shared ones included."""
+        """Forward passes since that request joined, shared ones included."""
 
     def join(self, drafter: Drafter) -> None:
-        """One request more, the last, with what ``drafter`` has absorbed for it."""
+        """Add a request behind the others, with what ``drafter`` has absorbed for it."""
 
     def keep(self, index: list[int]) -> None:
-        """Drop all requests but these."""
+        """Drop all requests except ``index``."""
 
     def extract(self, index: int) -> Drafter:
-        """One request's drafter, as it would be had it been alone."""
+        """One request's drafter, as if it had drafted for that request only."""
 
     def see_target(self, caches: Callable[[int], CacheView]) -> None:
         """See ``Drafter.see_target``; ``caches`` gives those of each request."""
@@ -381,7 +381,7 @@ class BatchDrafter(Protocol):
     ) -> tuple[mx.array, list[int]]:
         """Drafts (B, k) int32, and how many tokens of each count; k is at most ``size``.
 
-        Those of requests that are not asked for any are not looked at.
+        Drafts of requests that were not asked for any are ignored.
         """
 
     def extend(
@@ -391,13 +391,13 @@ class BatchDrafter(Protocol):
         last: mx.array | None = None,
         num_rows: Sequence[int] | None = None,
     ) -> None:
-        """Absorb pairs: tokens (B, m), features (B, m, F); of request b the first ``num_rows[b]``.
+        """Absorb pairs: tokens (B, m), features (B, m, F), the first ``num_rows[b]`` of request b.
 
         ``last`` (B,) as in ``Drafter.extend``: they count once ``advance`` has said how many.
         """
 
     def advance(self, kept: list[int]) -> None:
-        """Of what was absorbed last, keep the first ``kept[b]`` pairs of request b."""
+        """Keep the first ``kept[b]`` pairs of request b among those absorbed last."""
 
     def pending(self) -> list[mx.array]:
         """Arrays the next ``propose`` starts from, as ``Drafter.pending``."""

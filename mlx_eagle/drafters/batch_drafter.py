@@ -18,7 +18,7 @@ from .feature_drafter import FeatureDrafter
 
 
 def make_batch_drafter(drafter: Drafter) -> BatchDrafter:
-    """The fastest way there is with ``drafter``."""
+    """The fastest batch drafter that ``drafter`` allows."""
     shared = drafter.batch_drafter()
     return SequentialDrafter() if shared is None else shared
 
@@ -26,7 +26,7 @@ def make_batch_drafter(drafter: Drafter) -> BatchDrafter:
 class HeadBatchDrafter:
     """A head that drafts for B requests in shared passes, on ragged caches.
 
-    As its own drafter does for one of them, the caches exact.
+    Each request gets the drafts that its own drafter would give it with exact caches.
     """
 
     def __init__(self, drafter: FeatureDrafter):
@@ -62,11 +62,11 @@ class HeadBatchDrafter:
         return drafter
 
     def _start_of(self, drafter: Drafter) -> list[mx.array]:
-        """What one request's drafts start from, (1, ...) each; [] before its first token."""
+        """Arrays that a request's drafts start from, (1, ...) each; [] before its first token."""
         return drafter.pending()
 
     def see_target(self, caches: Callable[[int], CacheView]) -> None:
-        """A head has no use for them."""
+        """Ignore the target's caches: a head does not read them."""
 
     def propose(
         self, size: int, picks: Picks, is_asked: Sequence[bool]
@@ -100,7 +100,7 @@ class HeadBatchDrafter:
         last: mx.array | None = None,
         num_rows: Sequence[int] | None = None,
     ) -> None:
-        """All rows are absorbed, and none counts yet."""
+        """Absorb all rows; none counts before ``advance``."""
         assert features is not None
         check_width(features, self._own.width)
         rows = self._absorb(tokens, features)
@@ -116,7 +116,7 @@ class HeadBatchDrafter:
         return self._forward(tokens, self._own.states_of(features))
 
     def _start_at(self, starts: mx.array) -> list[mx.array]:
-        """What drafts start from, by the row (B, ...) of each request."""
+        """Arrays that drafts start from, given each request's row, (B, ...)."""
         return [starts, self._own.logits(starts)]
 
     def advance(self, kept: list[int]) -> None:
@@ -127,14 +127,14 @@ class HeadBatchDrafter:
         return list(self._start)
 
     def _forward(self, tokens: mx.array, states: mx.array) -> mx.array:
-        """Tokens (B, m) and states (B, m, h) -> (B, m, h), behind what is kept."""
+        """Run the head behind what is kept: tokens (B, m), states (B, m, h) -> (B, m, h)."""
         self._num_forwards += 1
         made: mx.array = self._own.head(self._own._embed(tokens), states, self._caches.open())
         return made
 
 
 class SequentialDrafter:
-    """Any drafters, each for its own request."""
+    """Drafters of any kind, each for its own request."""
 
     def __init__(self) -> None:
         self._drafters: list[Drafter] = []
@@ -163,7 +163,7 @@ class SequentialDrafter:
     def propose(
         self, size: int, picks: Picks, is_asked: Sequence[bool]
     ) -> tuple[mx.array, list[int]]:
-        """Drafts may be of several lengths, the shorter ones padded."""
+        """Draft request by request; shorter drafts are padded."""
         drafts = []
         for b, drafter in enumerate(self._drafters):
             if not is_asked[b]:

@@ -1,4 +1,4 @@
-"""Config of a drafter of blocks, and how published configs of both packagings say it."""
+"""Config of a drafter of blocks, and how it is read from both layouts of published configs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -80,23 +80,23 @@ MUSE: dict[str, Any] = {
     "rope_theta": 5e5,
     "vocab_size": 202048,
 }
-"""What transformers takes for the keys that a Muse assistant's config leaves out."""
+"""Defaults of transformers for keys that a Muse assistant's config leaves out."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockConfig(FolderConfig):
-    """What the ``config.json`` of a converted drafter of blocks says.
+    """The ``config.json`` of a converted drafter of blocks.
 
     ``taps`` are as in ``Drafter``. Of the ``block_size`` slots of a block the first holds the
     newest token, and ``first_slot`` is the first that drafts one: 1, or 0 where every slot drafts
     what follows it.
 
-    ``windows`` are how many positions each layer sees, 0: all; () for none anywhere. A window
-    reaches back from each "query", or has so many before the "anchor", the newest token. In
-    ``causal_layers`` a slot sees no later ones of its block.
+    ``windows`` are the numbers of positions that each layer sees, 0: all; () if no layer has a
+    window. A window reaches back from each "query", or from the "anchor", the newest token. In
+    ``causal_layers`` a slot sees no later slots of its block.
 
-    Embeddings are multiplied by ``embed_scale``, and ``scales_as_target`` by what the target
-    multiplies them by.
+    Embeddings are multiplied by ``embed_scale``, and if ``scales_as_target`` also by the
+    target's own factor.
     """
 
     hidden_size: Size
@@ -181,12 +181,12 @@ class BlockConfig(FolderConfig):
         return self.draft_vocab_size < self.vocab_size
 
     def window(self, layer: int) -> int | None:
-        """How many positions a layer sees; None: all."""
+        """Number of positions that a layer sees; None: all."""
         return (self.windows[layer] or None) if self.windows else None
 
 
 def readings(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """What else a config may have meant, one doubt at a time; see ``Kind.readings``."""
+    """Other readings of a config, one changed field at a time; see ``Kind.readings``."""
     taps = list(config["taps"])
     layers = list(range(config["num_layers"]))
     is_causal = bool(config["causal_layers"])
@@ -286,9 +286,10 @@ def rope_from(settings: Mapping[str, Any]) -> dict[str, Any]:
 def windows_from(settings: Mapping[str, Any], num_layers: int, is_nested: bool) -> dict[str, Any]:
     """The fields about sliding layers, by the rules of the library that trained the drafter.
 
-    z-lab's: a sliding layer is causal in its block unless ``is_causal`` is false, others only
-    where it is true. speculators': a sliding layer is unless ``sliding_window_non_causal``, and
-    its window lies before the anchor. ModelOpt's ``use_swa``: a window on every layer.
+    z-lab: a sliding layer is causal in its block unless ``is_causal`` is false, other layers
+    only if it is true. speculators: a sliding layer is causal unless
+    ``sliding_window_non_causal``, and its window lies before the anchor. ModelOpt with
+    ``use_swa``: a window on every layer.
     """
     kinds = (settings.get("layer_types") or ["full_attention"] * num_layers)[:num_layers]
     size = settings.get("sliding_window") or settings.get("swa_window_size")
@@ -311,7 +312,7 @@ def windows_from(settings: Mapping[str, Any], num_layers: int, is_nested: bool) 
 
 
 def config_from(tensors: Tensors, config: Mapping[str, Any]) -> BlockConfig:
-    """The config that a published checkpoint of DFlash comes to."""
+    """The config of a published checkpoint of DFlash."""
     if config.get("model_type") == MUSE_TYPE:
         config = {**MUSE, **{key: value for key, value in config.items() if value is not None}}
         fields = fields_from(tensors, merged(config), is_nested=False)
@@ -323,7 +324,7 @@ def config_from(tensors: Tensors, config: Mapping[str, Any]) -> BlockConfig:
 
 
 def fields_from(tensors: Tensors, settings: Mapping[str, Any], is_nested: bool) -> dict[str, Any]:
-    """The fields that all drafters of blocks have, by all keys of a published config."""
+    """The fields that all drafters of blocks have, from the keys of a published config."""
     sizes = sizes_from(tensors)
     if is_nested:
         taps = _need(settings, "aux_hidden_state_layer_ids")

@@ -26,8 +26,8 @@ NOTHING = np.zeros(0, np.int32)
 class Copies:
     """Copies for one request.
 
-    ``text`` holds all its tokens that the host has read. ``num_unread`` more were committed since:
-    of a plain step that was committed before it was read.
+    ``text`` holds all its tokens that the host has read. ``num_unread`` more were committed since,
+    by a plain step that the host has yet to read.
     """
 
     def __init__(self, text: SeenText, answers: EarlierAnswers | None = None, scope: Scope = ()):
@@ -93,7 +93,7 @@ class CopySource:
         self._lock = Lock()
 
     def __reduce__(self) -> tuple[type["CopySource"], tuple[()]]:
-        """A copy has seen no texts."""
+        """Copy the source without its texts."""
         return CopySource, ()
 
     def begin(self, known: Tokens, prompt: Tokens, scope: Scope = ()) -> Copies:

@@ -39,9 +39,9 @@ Caches = list[KVCache] | list[RaggedCache]
 def visible(
     base: int | mx.array, num_rows: int, num_columns: int, config: BlockConfig, layer: int
 ) -> mx.array | None:
-    """Which columns the rows of a block see in a layer, (m, S) or (B, 1, m, S); None: all.
+    """Columns that the rows of a block see in a layer, (m, S) or (B, 1, m, S); None: all.
 
-    ``base`` is how many slots come before the block, or (B,) of several requests.
+    ``base`` is the number of slots before the block, or (B,) for several requests.
     """
     window = config.window(layer)
     is_causal = layer in config.causal_layers
@@ -89,7 +89,7 @@ class BlockAttention(nn.Module):
         )
 
     def absorb(self, context: mx.array, cache: KVCache | RaggedCache) -> None:
-        """Append keys and values of the context's rows (B, m, h), behind what there is."""
+        """Append keys and values of the context's rows (B, m, h) to the cache."""
         cache.update_and_fetch(*self._keys_and_values(context, cache.offset))
 
     def __call__(
@@ -151,12 +151,12 @@ class BlockLayer(nn.Module):
 
 
 class DFlashHead(nn.Module):
-    """Weights of a DFlash head: what it makes of the context, and of a block behind it."""
+    """Weights of a DFlash head, and its passes over the context and over a block behind it."""
 
     never_quantized: tuple[str, ...] = ()
-    """How the paths of matrices end that stay floats."""
+    """Endings of the paths of matrices that are never quantized."""
     for_float16 = mx.float16
-    """The type it computes in for a target in float16."""
+    """The dtype that the head computes in for a target in float16."""
 
     def __init__(self, config: BlockConfig):
         super().__init__()
@@ -209,9 +209,9 @@ class DFlashDrafter(FeatureDrafter):
         project: Callable[[mx.array], mx.array],
         to_target: mx.array | None = None,
     ):
-        """``embed`` maps tokens to what the target makes of them, ``project`` states to logits.
+        """``embed`` maps tokens to the target's embeddings, ``project`` states to logits.
 
-        ``to_target`` (Vd,) are the target ids of the draft's, None where they are the same.
+        ``to_target`` (Vd,) maps draft ids to target ids, None where they are the same.
         """
         self._embed = embed
         self._project = project
@@ -250,7 +250,7 @@ class DFlashDrafter(FeatureDrafter):
         return row_at(tokens, last)
 
     def _first_logits(self, seed: mx.array) -> mx.array:
-        """There are none before the block is run."""
+        """No logits yet: the block has to run first."""
         return mx.zeros((0,))
 
     def pending(self) -> list[mx.array]:
@@ -276,7 +276,7 @@ class DFlashDrafter(FeatureDrafter):
         return mx.concatenate([anchors, mx.broadcast_to(self._mask, shape)], axis=1)
 
     def read(self, states: mx.array, anchors: mx.array, pick: Pick) -> list[mx.array]:
-        """The drafted tokens (B,), slot by slot, from the states (B, k, h) of their slots.
+        """Drafted tokens (B,), slot by slot, from the states (B, k, h) of their slots.
 
         ``pick`` chooses among logits (B, Vd); ``anchors`` (B,) are the tokens before.
         """
@@ -325,9 +325,9 @@ class BlockBatchDrafter(HeadBatchDrafter):
 
 
 def is_block_head(names: Collection[str], having: str = "") -> bool:
-    """Whether there is a norm behind the fusion matrix, as in drafters of blocks only.
+    """Whether there is a norm behind the fusion matrix, which only drafters of blocks have.
 
-    ``having``: and a tensor whose name begins with that.
+    There must be a tensor whose name begins with ``having`` as well.
     """
     bare = {bare_name(name) for name in names}
     needed = {"fc.weight", "hidden_norm.weight", "layers.0.self_attn.q_norm.weight"}
@@ -344,7 +344,7 @@ def block_kind(
     """The row of such heads in the table of kinds, by the classes of config, head and drafter.
 
     ``having`` is as in ``is_block_head``. ``tensors_of`` gives the published tensors the names of
-    our modules, and ``config_from`` reads of them and the published config what they come to.
+    our modules, and ``config_from`` makes our config from them and the published one.
     """
     make_config, make_head, _ = classes
 

@@ -27,9 +27,10 @@ PROJECTIONS = ("kernel_projection", "hidden_projection")
 
 @dataclass(frozen=True, kw_only=True)
 class DFlash2Config(BlockConfig):
-    """That of DFlash, with kernels of so many slots, one coefficient for ``group_size`` channels.
+    """DFlash config plus the sizes of the convolutions and of the selector.
 
-    Of each slot the ``top_k`` most likely tokens are scored by codebooks of ``selector_rank``.
+    Kernels span ``kernel_size`` slots, with one coefficient for ``group_size`` channels. In
+    each slot the ``top_k`` most likely tokens are scored by codebooks of ``selector_rank``.
     """
 
     kernel_size: Few = 2
@@ -62,7 +63,7 @@ class BlockConvolution(nn.Module):
 
 
 def convolved(x: mx.array, kernel: mx.array) -> mx.array:
-    """x (B, m, h) by a kernel (B, m, T, h); before the block there is nothing."""
+    """Convolve x (B, m, h) with a kernel (B, m, T, h); zeros stand before the block."""
     num_rows = x.shape[1]
     out = kernel[:, :, 0] * x
     for back in range(1, kernel.shape[2]):
@@ -103,7 +104,7 @@ class CandidateSelector(nn.Module):
         self.hidden_projection = nn.Linear(c.hidden_size, c.selector_rank, bias=False)
 
     def __call__(self, tokens: mx.array, states: mx.array, candidates: mx.array) -> mx.array:
-        """What to add to logits of candidates (B, n) after tokens (B,) in states (B, h)."""
+        """Scores to add to logits of candidates (B, n) after tokens (B,) in states (B, h)."""
         own = self.predecessor_codebook[tokens] * self.hidden_projection(states)
         return (self.successor_codebook[candidates] @ own[..., None])[..., 0]
 
@@ -114,7 +115,7 @@ class DFlash2Head(DFlashHead):
     config: DFlash2Config
     never_quantized = PROJECTIONS
     for_float16 = mx.bfloat16
-    """The stream between the layers of published heads exceeds float16's largest number."""
+    """A dtype wider than float16: published heads exceed its largest number between layers."""
 
     def __init__(self, config: DFlash2Config):
         super().__init__(config)
@@ -134,7 +135,7 @@ class DFlash2Drafter(DFlashDrafter):
         return capped(self._project(states) * c.output_multiplier, c.logit_softcap)
 
     def read(self, states: mx.array, anchors: mx.array, pick: Pick) -> list[mx.array]:
-        """Slot by slot among its candidates, each with the token chosen in the slot before."""
+        """Choose among the candidates slot by slot, each with the token chosen before it."""
         logits = self.logits(states).astype(mx.float32)
         before = anchors
         num_candidates = min(self.head.config.top_k, logits.shape[-1])
@@ -153,7 +154,7 @@ class DFlash2Drafter(DFlashDrafter):
 
 
 def tensors_of(tensors: Tensors) -> dict[str, Tensor]:
-    """The tensors of a checkpoint, of z-lab or speculators, under the names of our modules."""
+    """The tensors of a checkpoint by z-lab or speculators under the names of our modules."""
     return {_name(name): tensor for name, tensor in known_tensors(tensors).items()}
 
 
@@ -164,7 +165,7 @@ def _name(name: str) -> str:
 
 
 def config_from(tensors: Tensors, config: Mapping[str, Any]) -> DFlash2Config:
-    """The config that a published checkpoint comes to."""
+    """The config of a published checkpoint."""
     settings = merged(config)
     fields = fields_from(tensors, settings, "transformer_layer_config" in config)
     kernel = tensors.get("layers.0.attention_conv.base_kernel")

@@ -25,7 +25,7 @@ CONFIDENCE = "confidence_head."
 
 @dataclass(frozen=True, kw_only=True)
 class DSparkConfig(BlockConfig):
-    """That of DFlash, and the rank and kind of the head that reads the token before.
+    """DFlash config plus the rank and kind of the head that reads the token before.
 
     Where ``is_gemma``, layers are those of Gemma 4's global attention; with ``values_are_keys``,
     values are the keys before their norm.
@@ -38,7 +38,7 @@ class DSparkConfig(BlockConfig):
 
 
 class MarkovHead(nn.Module):
-    """What the token before adds to the logits of a slot."""
+    """Head that adds to the logits of a slot by the token before."""
 
     def __init__(self, config: DSparkConfig):
         super().__init__()
@@ -132,7 +132,7 @@ class DSparkDrafter(DFlashDrafter):
     head: DSparkHead
 
     def read(self, states: mx.array, anchors: mx.array, pick: Pick) -> list[mx.array]:
-        """Slot by slot, each with the token chosen in the slot before."""
+        """Choose slot by slot, each with the token chosen in the slot before."""
         rows = self.logits(states)
         before = anchors
         carried = self.head.markov_head.start(rows.shape[0])
@@ -145,16 +145,16 @@ class DSparkDrafter(DFlashDrafter):
 
 
 def tensors_of(tensors: Tensors) -> dict[str, Tensor]:
-    """The tensors of a checkpoint that drafts depend on, under the names of our modules.
+    """The tensors that drafts depend on, under the names of our modules.
 
-    Of DeepSpec, speculators, SpecForge, LiquidAI and NVIDIA.
+    Checkpoints are by DeepSpec, speculators, SpecForge, LiquidAI or NVIDIA.
     """
     found = known_tensors(tensors)
     return {name: found[name] for name in found if not name.startswith(CONFIDENCE)}
 
 
 def config_from(tensors: Tensors, config: Mapping[str, Any]) -> DSparkConfig:
-    """The config that a published checkpoint comes to."""
+    """The config of a published checkpoint."""
     settings = dict(merged(config))
     inside = config.get("dflash_config") or {}
     if inside.get("projector_type") != "dspark":  # elsewhere copied off the target
@@ -202,7 +202,7 @@ def _gemma_fields(
 
 
 def _first_slot(config: Mapping[str, Any], settings: Mapping[str, Any], block_size: int) -> int:
-    """Which slot drafts the first token, by the surest of what a config says about it."""
+    """The slot that drafts the first token, by the surest key that a config has for it."""
     methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
     drafted = methods[0].get("speculative_tokens") if isinstance(methods[0], Mapping) else None
     if isinstance(drafted, int) and block_size - drafted in (0, 1):

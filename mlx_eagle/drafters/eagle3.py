@@ -1,7 +1,7 @@
 """Drafts from an EAGLE head: chains, trees, and drafts of one pass.
 
-EAGLE-3: Li et al. 2025, arXiv:2503.01840. How the head is fed: which state, which token, which
-position. P-EAGLE (arXiv:2602.01469): behind the slots of the pairs it absorbs, the head is given
+EAGLE-3: Li et al. 2025, arXiv:2503.01840. Here it is decided which state, token and position
+the head is fed. P-EAGLE (arXiv:2602.01469): behind the slots of the pairs it absorbs, the head is given
 masked ones, which know neither token nor features and stand for the tokens that follow.
 """
 
@@ -37,7 +37,7 @@ from .kind import LoadOptions
 from .tree import Tree
 
 FIRST_SIZE = 7
-"""Tokens drafted first, before anybody has said how many, by a head that does not say it."""
+"""Tokens of the first draft if neither the caller nor the head gives a number."""
 TENSORS = (
     ".fc.weight", ".fc.weight_packed", ".eagle_linear.weight", ".fusion_layer.weight",
     ".hidden_norm.weight", ".d2t", ".mask_hidden", ".eh_proj.weight",
@@ -46,9 +46,9 @@ TENSORS = (
 
 
 class EagleDrafter(FeatureDrafter):
-    """What drafters around an EAGLE head have in common: its tokens, its limits, its choice.
+    """Base of drafters around an EAGLE head: its tokens, its limits, its choice.
 
-    Once made, one may be used in any thread, and ``begin`` it in several at the same time.
+    One may be used in any thread, and ``begin`` may run in several threads at the same time.
     """
 
     head: Eagle3Head
@@ -63,8 +63,7 @@ class EagleDrafter(FeatureDrafter):
     ):
         """``embed`` maps tokens (m,) to (m, h); ``to_target`` (Vd,) draft ids to target ids.
 
-        ``draft_window`` is how many of the newest slots the head's caches keep, beside the first
-        few (see ``head_cache.py``); None keeps all. Raises ValueError where the head has its own.
+        The head's caches keep the ``draft_window`` newest slots, beside the first few (see ``head_cache.py``); None keeps all. Raises ValueError where the head has its own.
         """
         check_window(draft_window, head.config.sliding_window)
         self.draft_window = draft_window
@@ -72,7 +71,7 @@ class EagleDrafter(FeatureDrafter):
         self.to_target = to_target
         width = head.config.num_aux * head.config.target_hidden_size
         super().__init__(head, taps, len(head.layers), width)
-        # Arrays that are no parameters: nobody else computes them before another thread asks.
+        # Arrays that are no parameters: nothing else computes them before another thread asks.
         evaluate_ropes(head)
         mx.eval(to_target)
 
@@ -107,14 +106,14 @@ class EagleDrafter(FeatureDrafter):
 
     @property
     def num_parallel_heads(self) -> int:
-        """ModelOpt's."""
+        """Number of ModelOpt's parallel heads."""
         return self.head.config.num_parallel_heads
 
     def parallel_logits(self, states: mx.array, index: int) -> mx.array:
         return self.head.parallel_logits(states, index)
 
     def _count(self, num_slots: int) -> None:
-        """Count a forward over that many new slots; warn once where they lead too far."""
+        """Count a forward over that many new slots; warn once if they exceed the head's positions."""
         self.num_forwards += 1
         limit = self.head.config.max_position_embeddings
         if not self._warned and self.cache[0].offset + num_slots > limit:
@@ -147,7 +146,7 @@ class Eagle3Drafter(EagleDrafter):
         draft_cache: str = "exact",
         draft_window: int | None = None,
     ):
-        """``draft_window`` is that of ``EagleDrafter``.
+        """``draft_window`` is as in ``EagleDrafter``.
 
         Raises ValueError for a ``draft_cache`` that is neither.
         """
@@ -234,7 +233,7 @@ class Eagle3Drafter(EagleDrafter):
 
     @property
     def supports_overlay(self) -> bool:
-        """Not with latent attention, whose slots always go into the caches."""
+        """Whether attention is not latent: slots of latent attention always go into the caches."""
         return self.head.config.latent is None
 
     def use_overlay(self, is_used: bool) -> None:
@@ -319,7 +318,7 @@ class ParallelDrafter(EagleDrafter):
     """A ``Drafter`` around a P-EAGLE head: one head forward per round, whatever is drafted.
 
     The masked slots of a draft run with the pairs of the round before, as many as the last
-    draft was long. Where more are wanted, and after a prompt, they run alone. They never stay in
+    draft was long. Where more are wanted, and after a prompt, they run by themselves. They never stay in
     the cache: slot t of it is the pair t, as of any head.
 
         rows      pairs 0 .. m - 1       masked 1 .. k - 1
@@ -418,7 +417,7 @@ class ParallelDrafter(EagleDrafter):
         return mx.concatenate([own, states[num_pairs:]], axis=0)
 
     def _caches_for(self, num_pairs: int, num_masked: int) -> tuple[list[Any], int]:
-        """Where the rows of a pass go, and how many columns there are then."""
+        """Caches that the rows of a pass go to, and the number of columns then."""
         caches = self.cache[:-1]
         num_rows = num_pairs + num_masked
         if self.draft_window is None:
@@ -429,7 +428,7 @@ class ParallelDrafter(EagleDrafter):
         return copies, copies[0].offset + num_rows
 
     def _drop_masked(self, num_pairs: int, num_masked: int) -> None:
-        """Take the masked slots back from the head's caches, where they have gone there."""
+        """Take the masked slots back from the head's caches, if they went there."""
         for cache in self.cache[:-1]:
             if self.draft_window is None:
                 cache.trim(num_masked)

@@ -14,7 +14,7 @@ LEAST_LENGTH = 4  # tokens that a match in another answer must have
 MOST_SCOPES = 16
 
 Scope = tuple[str | None, ...]
-"""Requests that may copy from each other's answers have equal ones."""
+"""Scope of a request: requests of equal scope may copy from each other's answers."""
 
 
 @dataclass

@@ -22,9 +22,9 @@ class FeatureDrafter(Drafter):
     """
 
     def __init__(self, head: nn.Module, taps: tuple[int, ...], num_layers: int, width: int):
-        """``num_layers`` is how many caches the head's layers need.
+        """``num_layers`` is the number of caches that the head's layers need.
 
-        ``width`` is F: how wide the features (m, F) are that it is fed.
+        ``width`` is F, the width of the features (m, F) that it is fed.
         """
         self.head = head
         self.taps = taps
@@ -40,7 +40,7 @@ class FeatureDrafter(Drafter):
 
     @property
     def dtype(self) -> mx.Dtype:
-        """The type that the head computes in."""
+        """The dtype that the head computes in."""
         dtype: mx.Dtype = self.head.norm.weight.dtype
         return dtype
 
@@ -59,12 +59,12 @@ class FeatureDrafter(Drafter):
     # Of heads that draft step by step, for ``HeadBatchDrafter``.
 
     def states_of(self, features: mx.array) -> mx.array:
-        """What the head takes for features (..., F): states (..., h), or features as they are."""
+        """The head's input for features (..., F): states (..., h), or the features themselves."""
         return features
 
     @property
     def num_parallel_heads(self) -> int:
-        """How many tokens more ``parallel_logits`` says."""
+        """Number of further tokens that ``parallel_logits`` predicts."""
         return 0
 
     def parallel_logits(self, states: mx.array, index: int) -> mx.array:
@@ -72,7 +72,7 @@ class FeatureDrafter(Drafter):
         raise NotImplementedError
 
     def _first_logits(self, seed: mx.array) -> mx.array:
-        """The logits of the first draft token, (0,) where they are not to be had before."""
+        """Logits of the first draft token, (0,) if they are not known before the draft."""
         return self.logits(seed)
 
     @abstractmethod
@@ -124,7 +124,7 @@ class FeatureDrafter(Drafter):
             )
 
     def _embedded(self, tokens: mx.array) -> mx.array:
-        """Embeddings (m, h) of tokens (m,); or what was given in their place, as it is."""
+        """Embeddings (m, h) of tokens (m,); embeddings given in their place are returned."""
         return tokens if tokens.ndim == 2 else self._embed(tokens)
 
     def choose(self, logits: mx.array, pick: Pick) -> mx.array:
@@ -142,7 +142,7 @@ class FeatureDrafter(Drafter):
         return (index if self.to_target is None else self.to_target[index]).astype(mx.int32)
 
     def save_last_features(self, features: mx.array) -> None:
-        """Features (1, F), which stay until the next are saved."""
+        """Save features (1, F) until the next ones are saved."""
         cache = self.cache[-1]
         kept = features[None, None]
         cache.keys = kept
@@ -150,7 +150,7 @@ class FeatureDrafter(Drafter):
         cache.offset = 1
 
     def pending(self) -> list[mx.array]:
-        """The state, and already the first token's logits.
+        """The state, and the first token's logits already.
 
         So the largest matrix of a draft's first step is multiplied while the host reads the round
         before and decides what comes next.

@@ -1,4 +1,4 @@
-"""Folder of a converted drafter: its files read, a module filled with them, and what a kind is.
+"""Folder of a converted drafter: reading its files and filling a module with them.
 
 A converted folder holds a ``config.json`` that names its ``kind`` and a ``model.safetensors``.
 """
@@ -32,7 +32,7 @@ FOLDER: Table = {
     "quantization": PACKING,
     "source": {"path": TEXT, "files": OBJECT},
 }
-"""What every ``config.json`` of a converted folder may say besides its kind's own fields."""
+"""Keys of every ``config.json`` of a converted folder, besides its kind's own fields."""
 FLOATS = (mx.float16, mx.bfloat16, mx.float32)
 
 
@@ -52,7 +52,7 @@ def read_config(folder: Path, kinds: Collection[str] = ("eagle3",)) -> dict[str,
 
 @dataclass(frozen=True)
 class FolderConfig(ABC):
-    """Base of what the ``config.json`` of a converted folder says, every field resolved.
+    """Base of the configs of converted folders, every field resolved.
 
     A field that is no flag says in its annotation what it may hold: ``Annotated[int, SIZE]``.
     """
@@ -147,7 +147,7 @@ def fault_in(
 
 
 def rows_of(tensors: Tensors, name: str) -> int:
-    """How many rows a published tensor has; ValueError where there is none of that name."""
+    """Number of rows of a published tensor; ValueError if there is none of that name."""
     if name not in tensors or not tensors[name].shape:
         raise ValueError(f"the checkpoint lacks {name}; it is incomplete")
     return tensors[name].shape[0]
@@ -162,9 +162,9 @@ def check_tensors(head: nn.Module, tensors: Tensors) -> None:
 
 @contextmanager
 def building(what: str, again: str) -> Iterator[None]:
-    """Within, what a bad config makes MLX raise is a ValueError that says so.
+    """Turn errors that MLX raises for a bad config into a ValueError.
 
-    ``what`` cannot be built, and ``again`` is what to convert again.
+    Its message says that ``what`` cannot be built, and to convert ``again`` again.
     """
     try:
         yield

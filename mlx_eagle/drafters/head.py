@@ -42,7 +42,7 @@ def capped(logits: mx.array, cap: float | None) -> mx.array:
 
 
 class Attention(nn.Module):
-    """What both kinds have in common: where rows stand, and how long their queries are."""
+    """Base of both kinds of attention: positions of rows, and lengths of their queries."""
 
     def __init__(self, config: Eagle3Config):
         super().__init__()
@@ -60,7 +60,7 @@ class Attention(nn.Module):
     def _rotate(self, x: mx.array, positions: int | mx.array) -> mx.array:
         """Rope on (B, H, m, D): row i at ``positions + i``, or for B = 1 at ``positions[i]``.
 
-        Of B requests row i of request b is at ``positions[b] + i``.
+        With B requests, row i of request b is at ``positions[b] + i``.
         """
         rotated: mx.array
         if isinstance(positions, mx.array) and isinstance(self.rope, BY_LENGTH):
@@ -78,7 +78,7 @@ class Attention(nn.Module):
     def _scaled(self, queries: mx.array, positions: int | mx.array) -> mx.array:
         """Queries (B, H, m, D), longer at far positions where the head was trained so.
 
-        By 1 + beta ln(1 + floor(position / original length)), as in Llama 4.
+        The factor is 1 + beta ln(1 + floor(position / original length)), as in Llama 4.
         """
         if self.position_scale is None:
             return queries
@@ -232,7 +232,7 @@ class LatentAttention(Attention):
 
 
 Mask = mx.array | Callable[[int | None], mx.array | None] | str | None
-"""Which slots a row sees, (m, n): the same for all layers, or by the width of a layer's window."""
+"""Slots that a row sees, (m, n): the same for all layers, or by the width of a window."""
 
 
 class DraftMLP(nn.Module):
@@ -293,7 +293,7 @@ class DraftLayer(nn.Module):
         return self.leave(residual, self.self_attn(x, cache, positions, mask))
 
     def enter(self, embeddings: mx.array, states: mx.array) -> tuple[mx.array, mx.array]:
-        """What attention takes, (..., 2h) or (..., h), and the residual (..., h) beside it."""
+        """Input of attention, (..., 2h) or (..., h), and the residual (..., h) beside it."""
         normed = self.hidden_norm(states) if "hidden_norm" in self else states
         x = normed
         if self.sees_embedding:
@@ -316,7 +316,7 @@ class DraftLayer(nn.Module):
 
 
 class ParallelHead(nn.Module):
-    """What one of ModelOpt's parallel heads makes of a state: x + silu(linear(x)), repeated."""
+    """Parallel head of ModelOpt: a state x becomes x + silu(linear(x)), repeatedly."""
 
     def __init__(self, config: Eagle3Config):
         super().__init__()
@@ -424,7 +424,7 @@ class Eagle3Head(nn.Module):
         return self.leave(states)
 
     def enter(self, embeddings: mx.array, states: mx.array) -> tuple[mx.array, mx.array]:
-        """What the first layer takes of embeddings and states, both (..., h)."""
+        """Input of the first layer from embeddings and states, both (..., h)."""
         embeddings = embeddings.astype(self.dtype)
         if self.config.embed_scale != 1:
             embeddings = embeddings * self.config.embed_scale
@@ -435,7 +435,7 @@ class Eagle3Head(nn.Module):
         return embeddings, states
 
     def leave(self, states: mx.array) -> mx.array:
-        """What the next slot takes of the last layer's output; both (..., h)."""
+        """Input of the next slot from the last layer's output; both (..., h)."""
         return self.norm(states) if self.config.norm_output else states
 
     def logits(self, states: mx.array) -> mx.array:

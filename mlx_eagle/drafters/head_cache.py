@@ -20,8 +20,8 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 class DraftOverlay:
     """Slots that a draft has added to ``cache``, which stays as it is.
 
-    Where there is a ``window``, a slot sees the last so many only, itself included; a draft is
-    then a chain.
+    Where there is a ``window``, a slot sees only that many slots, itself the last of them; a
+    draft is then a chain.
     """
 
     def __init__(self, cache: KVCache, window: int | None = None):
@@ -32,7 +32,7 @@ class DraftOverlay:
         self.offset = cache.offset
 
     def make_mask(self, *_args: object, **_kwargs: object) -> None:
-        """None: a row alone sees all that ``attend`` lets it see."""
+        """Return None: a single row sees everything that ``attend`` shows it."""
 
     def attend(
         self,
@@ -99,19 +99,19 @@ def make_window(size: int) -> RotatingKVCache:
 
 
 def slots_of(num_columns: int, num_slots: int) -> mx.array:
-    """Which slot each column holds, (S,), in order, where the text has ``num_slots``."""
+    """The slot that each column holds, (S,), in order, in a text of ``num_slots``."""
     columns = mx.arange(num_columns)
     return mx.where(columns < SINKS, columns, columns + num_slots - num_columns)
 
 
 def columns_after(cache: RotatingKVCache, num_rows: int) -> int:
-    """How many columns there are in a pass of two rows or more: each row finds its window."""
+    """Number of columns in a pass of two rows or more: each row finds its window."""
     num_before: int = min(cache.offset, cache.max_size - 1)
     return num_before + num_rows
 
 
 def seen_by_rows(cache: RotatingKVCache, num_rows: int) -> mx.array | None:
-    """Which columns the rows of a pass see, (m, S): the first slots, and the last of the window.
+    """Columns that the rows of a pass see, (m, S): the first slots and the window.
 
     None where that is all that a causal pass sees, as of one row, which finds nothing else there.
     """
@@ -134,7 +134,7 @@ def drop_last(cache: RotatingKVCache, num_rows: int) -> None:
 
 
 def as_plain_caches(caches: Sequence[RotatingKVCache]) -> list[KVCache]:
-    """What a draft sees of ``caches``, in the order of the text, in others that end with it.
+    """Plain caches with the slots of ``caches`` that a draft sees, in the order of the text.
 
     In those a drafted row would overwrite slots that are still needed once it is rejected. What
     is copied is as long as the window, not as the text.

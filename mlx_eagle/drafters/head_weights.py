@@ -31,7 +31,7 @@ FIRST_STORED = {
     "self_attn.k_b_proj": "self_attn.kv_b_proj",
     "self_attn.v_b_proj": "self_attn.kv_b_proj",
 }
-"""What a matrix as it runs is stored as, or begins with."""
+"""Stored names of matrices that run joined or cut: of the first part."""
 
 
 def fuse_weights(
@@ -39,7 +39,7 @@ def fuse_weights(
 ) -> dict[str, mx.array]:
     """Join the stored q, k, v and gate, up matrices, which saves three kernels per layer.
 
-    Of latent attention, which ``config`` must be given for, the matrix of keys and values is cut
+    With latent attention, which needs ``config``, the matrix of keys and values is cut
     into one for each head's keys and one for its values. Quantization runs along the input
     dimension, so joining and cutting rows of packed weights, scales and biases is exact.
     """
@@ -132,7 +132,7 @@ def _check_layers(config: Eagle3Config, weights: dict[str, mx.array]) -> None:
 
 
 def _stored_name(path: str) -> str:
-    """What the matrix that runs at ``path`` is stored as, or begins with."""
+    """The stored name of the matrix that runs at ``path``, or of its first part."""
     layer = path.partition("self_attn." if "self_attn." in path else "mlp.")[0]
     name = path.removeprefix(layer)
     return layer + FIRST_STORED.get(name, name)
@@ -164,7 +164,7 @@ def load_head(
 ) -> AttachedHead:
     """Load a converted head (a folder or a hub repo id) and attach it to ``model``.
 
-    ``dtype`` is that of its arithmetic, by default the target's own.
+    It computes in ``dtype``, by default the target's own.
     """
     folder = locate(str(path_or_repo), ("*.json", "*.safetensors"))
     return attach_head(folder, read_config(folder), model, LoadOptions(dtype=dtype))

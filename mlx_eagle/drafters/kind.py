@@ -39,10 +39,10 @@ Tensors = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How a drafter is loaded.
+    """Options for loading a drafter.
 
-    ``quantize_bits`` quantizes an unquantized one; ``dtype`` is that of its arithmetic, None for
-    the target's own. ``tokenizer`` is the target's, where it is known, to compare vocabularies,
+    ``quantize_bits`` quantizes an unquantized one; it computes in ``dtype``, None for the
+    target's own. ``tokenizer`` is the target's, where it is known, to compare vocabularies,
     and ``target`` the folder or repository that the target is from.
     """
 
@@ -58,10 +58,10 @@ class Kind:
     """A kind of drafter: one row of the table in ``kinds.py``."""
 
     title: str
-    """What people call one: "an MTP layer"."""
+    """Name for people, with its article: "an MTP layer"."""
 
     load: Callable[[Path, dict[str, Any], nn.Module, LoadOptions], Drafter]
-    """The drafter of a folder with that ``config.json``, for a target; ValueError: it fits not."""
+    """The drafter of a folder with that ``config.json``, for a target; ValueError: it does not fit."""
 
     recognise: Callable[[Collection[str], Mapping[str, Any]], bool] = lambda *_: False
     """Whether a checkpoint as published, by its tensors' names and its config, is of this kind."""
@@ -74,30 +74,30 @@ class Kind:
     """
 
     readings: Callable[[Mapping[str, Any]], dict[str, dict[str, Any]]] = lambda _: {}
-    """What else a converted config may have meant: changes of it by name, for ``--check``."""
+    """Other readings of a converted config: changes to it by name, for ``--check``."""
 
     never_quantized: tuple[str, ...] = ()
-    """How the names of matrices end that stay floats in a converted folder."""
+    """Endings of the names of matrices that are never quantized in a converted folder."""
 
     parts_of: Callable[[Mapping[str, Any]], Callable[[str], bool] | None] = lambda _: None
-    """Which tensors of a model's own checkpoint are of this kind, by its config; None: none."""
+    """Picks the tensors of this kind in a model's own checkpoint, by its config; None: none."""
 
     loads_published: bool = False
     """Whether ``load`` takes checkpoints as published."""
 
     is_trained: bool = False
-    """Whether ``mlx_eagle.train`` takes one further."""
+    """Whether ``mlx_eagle.train`` can train one further."""
 
     made_for: Callable[[dict[str, Any], Path, TargetSizes | None], str] = lambda *_: (
         "for any target"
     )
-    """What targets a converted folder is for, in words, by its config.
+    """Targets that a converted folder is for, in words, by its config.
 
     Raises ValueError where that is damaged, or where the target of those sizes is not among them.
     """
 
     by_name: Callable[[nn.Module, LoadOptions], Drafter] | None = None
-    """What the kind's own name opens for a target, where there need be no folder."""
+    """The drafter that the kind's own name opens for a target, if no folder is needed."""
 
     comes_with: Callable[[str], bool] = lambda _: False
     """Whether a target's checkpoint, a folder or repository, has one that ``by_name`` opens."""

@@ -62,10 +62,10 @@ KINDS: dict[str, Kind] = {
     ),
     "model": Kind("a draft model", model_drafter.load, loads_published=True),
 }
-"""By the name that ``kind`` has in a converted folder."""
+"""Kinds by their names in converted folders."""
 
 OTHERWISE = "model"
-"""What a checkpoint is taken for that no kind knows: mlx-lm says whether it is one."""
+"""Kind of a checkpoint that no other kind knows: mlx-lm says whether it is a model."""
 
 
 def recognise(
@@ -188,7 +188,7 @@ def refuse_unread(
 
 
 def what_works(config: Mapping[str, Any], source: str, target: str | None = None) -> str:
-    """Which drafters there are for the same target, as far as names tell."""
+    """Drafters for the same target, as far as names tell."""
     verifier = (config.get("speculators_config") or {}).get("verifier") or {}
     given = [target, verifier.get("name_or_path"), config.get("_name_or_path"), source]
     name, known = drafters_for([str(text) for text in given if text])
@@ -198,7 +198,7 @@ def what_works(config: Mapping[str, Any], source: str, target: str | None = None
 
 
 def names_in(config: Mapping[str, Any]) -> list[str]:
-    """What a config says that its model is, cut where that is no name."""
+    """The name that a config gives its model, cut where it is no name."""
     entries = config.get("architectures")
     found = [config.get("model_type"), config.get("speculators_model_type")]
     found += entries if isinstance(entries, list) else []

@@ -1,4 +1,4 @@
-"""Prompt lookup: a drafter that has no model, and copies from the text alone."""
+"""Prompt lookup: a drafter that has no model, and only copies from the text."""
 
 from .base import NullDrafter
 from .copies import CopySource

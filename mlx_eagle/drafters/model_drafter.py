@@ -48,7 +48,7 @@ class ModelDrafter(Drafter):
         self._vocab_size = self._num_known if vocab_size is None else vocab_size
         self._ids = mx.arange(self._num_known) if self._num_known < self._vocab_size else None
         self._start(caches)
-        # Arrays that are no parameters: nobody else computes them before another thread asks.
+        # Arrays that are no parameters: nothing else computes them before another thread asks.
         evaluate_ropes(model)
         mx.eval(self._ids)
 

@@ -60,7 +60,7 @@ CONVERTED: Table = {
     "state_normed": BOOL,
     "quantization": PACKING,
 }
-"""Of a converted folder."""
+"""Keys of the ``config.json`` of a converted folder."""
 OPTIONAL = ("state_normed", "quantization")
 EPSILONS = ("rms_norm_eps", "layer_norm_epsilon", "layernorm_epsilon")
 NEVER_QUANTIZED = (f"{ROUTER}.weight", "mixer.gate.weight")
@@ -226,7 +226,7 @@ def readings(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def parts_of(config: Mapping[str, Any]) -> Callable[[str], bool] | None:
-    """Which tensors are such layers in the checkpoint of a target; see ``Kind.parts_of``."""
+    """Picks the tensors of such layers in a target's checkpoint; see ``Kind.parts_of``."""
     text = config.get("text_config") or config
     family = family_named(config.get("model_type"))
     num_layers = text.get("num_hidden_layers") if isinstance(text, Mapping) else None
@@ -283,7 +283,7 @@ def comes_with(target: str) -> bool:
         is_part = parts_of(read_target_config(target))
         return is_part is not None and holder_of(target, is_part) is not None
     except (OSError, ValueError):
-        return False  # whoever opens the target is told why
+        return False  # opening the target says why
 
 
 def made_for(config: dict[str, Any], where: Path, target: TargetSizes | None) -> str:

@@ -70,7 +70,7 @@ class MTPHead(nn.Module):
         return states
 
     def join(self, embeddings: mx.array, states: mx.array) -> mx.array:
-        """What enters the layers: both through a norm each, side by side, and the matrix."""
+        """Input of the layers: both through a norm each, side by side, then the matrix."""
         both = [self.pre_fc_norm_embedding(embeddings), self.pre_fc_norm_hidden(states)]
         return self.fc(mx.concatenate(both[::-1] if self.state_first else both, axis=-1))
 

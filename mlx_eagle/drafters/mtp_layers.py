@@ -37,7 +37,7 @@ class MTPFamily:
     """Targets whose layers are published in the same way.
 
     ``raw`` are the names in a target's checkpoint, in which {N} is how many layers the target
-    has and {N+1} one more, ``folder`` those in a folder of these layers alone, as mlx-vlm
+    has and {N+1} one more, ``folder`` those in a folder of only these layers, as mlx-vlm
     writes it.
     """
 
@@ -47,7 +47,7 @@ class MTPFamily:
     folder: Names
     make_layers: Callable[[nn.Module, Collection[str]], list[nn.Module]]
     trunk: str | None = None
-    """What the target's ``sanitize`` calls its layers; None: experts are stacked here."""
+    """Name of the layers in the target's ``sanitize``; None: experts are stacked here."""
     state_first: bool = False
     """Whether the joining matrix takes the state before the embedding."""
     zero_centred: bool = False
@@ -116,7 +116,7 @@ def _blocks(target: nn.Module, names: Collection[str]) -> list[nn.Module]:
 
 
 def _num_steps(names: Collection[str]) -> int:
-    """How many layers predict a token each, as published where no names say it."""
+    """Number of layers that predict a token each; the published one if no names tell."""
     return len({name.split(".")[1] for name in names if name.startswith("steps.")}) or MOST_STEPS
 
 
@@ -141,7 +141,7 @@ def _sliding(target: nn.Module, names: Collection[str]) -> list[nn.Module]:
 
 
 def window_of(layer: nn.Module, args: Any) -> int | None:
-    """How many slots a layer sees; None: all."""
+    """Number of slots that a layer sees; None: all."""
     if not (getattr(layer, "is_sliding", False) or getattr(layer, "is_sliding_window", False)):
         return None
     size: int = getattr(args, "sliding_window", None) or args.sliding_window_size
@@ -385,7 +385,7 @@ def with_final_norms(weights: Weights, target: nn.Module) -> Weights:
 
 
 def _gain_of_one(weight: mx.array, own: float) -> float:
-    """How much nearer the mean is to the target's with one added to it; below 0: further."""
+    """Distance by which adding one brings the mean nearer to the target's; below 0: farther."""
     mean = _mean(weight)
     return abs(mean - own) - abs(mean + 1 - own)
 

@@ -24,7 +24,7 @@ SPARSE = {
 """Where the name counts the parameters that are at work for one token, or none."""
 BYTES_PER_WEIGHT = 4.5 / 8  # in 4 bits, each group of 64 with a scale and a bias of 16
 HEAD_SHARE = 1.06
-"""Target and head in 4 bits, by the target alone: 5% in Llama-3.1-8B, more in small ones."""
+"""Target and head in 4 bits, by only the target: 5% in Llama-3.1-8B, more in small ones."""
 CACHE_BYTES = 1e9  # of 8k tokens in Llama-3.1-8B
 
 
@@ -228,7 +228,7 @@ PAIRS = tuple(_pairs(TABLE))
 
 
 def plain_name(model: str) -> str:
-    """What a model is called whoever converted it, and wherever it lies.
+    """The name of a model without its owner, folder and conversion.
 
     "mlx-community/Meta-Llama-3.1-8B-Instruct-4bit" -> "llama-3.1-8b-instruct"
     """
@@ -273,7 +273,7 @@ def _speaks_of(text: str, name: str) -> bool:
 
 
 def bytes_in_4_bits(target: str) -> float | None:
-    """What target, head and a text of 8k tokens take, roughly, by the target's name.
+    """Memory that target, head and a text of 8k tokens take, roughly, by the target's name.
 
     None where the name does not say how many parameters there are.
     """
@@ -286,7 +286,7 @@ def bytes_in_4_bits(target: str) -> float | None:
 
 
 def targets_within(limit: float) -> tuple[list[str], list[str]]:
-    """The targets of the table that fit into so many bytes in 4 bits, and those that do not.
+    """The targets of the table that fit into that many bytes in 4 bits, and the others.
 
     By name without the owner, smallest first; one whose name tells no size is taken for large.
     """

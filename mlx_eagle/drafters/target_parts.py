@@ -37,7 +37,7 @@ Embedding = nn.Embedding | nn.QuantizedEmbedding
 
 @dataclass(frozen=True)
 class TargetSizes:
-    """What a head has to know of the model it drafts for."""
+    """Sizes of a target that a head has to know."""
 
     hidden_size: int
     num_layers: int

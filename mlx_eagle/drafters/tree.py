@@ -40,7 +40,7 @@ MOST_PICKS = 10  # one after the other, instead of sorting
 
 
 class TreeShape(NamedTuple):
-    """How a draft tree grows: ``WIDTHxDEPTH:NODES``, as in EAGLE-2 (arXiv:2406.16858, 4.1).
+    """Limits of a dynamic draft tree: ``WIDTHxDEPTH:NODES``, as in EAGLE-2 (arXiv:2406.16858, 4.1).
 
     Every level keeps the ``width`` most likely paths so far, each of which gets ``width``
     children; of all candidates the ``nodes`` most likely are verified. ``depth`` is the number
@@ -84,7 +84,7 @@ class TreeShape(NamedTuple):
         """The tree, from logits (1, Vd) after the root.
 
         ``step`` is called for every level but the last, with ``width`` nodes. Which children stay
-        follows from how likely they are alone: ``accept.Reject`` needs that.
+        follows from how likely they are and nothing else: ``accept.Reject`` needs that.
         """
         beam = mx.array([-1])
         reached = mx.zeros((1,))  # the root
@@ -284,7 +284,7 @@ class DraftShape(NamedTuple):
         return max(self.size, self.copy)
 
     def at_most(self, num_levels: int) -> "DraftShape":
-        """The same with runs of at most so many tokens; 0 or less leaves a plain step."""
+        """The same form with runs of at most n tokens; 0 or less leaves a plain step."""
         most = max(0, num_levels)
         return self._replace(size=min(self.size, most), copy=min(self.copy, most))
 
@@ -325,7 +325,7 @@ class DraftPlan(NamedTuple):
     by_answer: tuple[DraftShape, ...] = ()
 
     def behind(self, match_length: int, is_answer: bool = False) -> DraftShape:
-        """The shape for a text whose end matches so many tokens elsewhere."""
+        """The shape for a text whose end matches that many tokens elsewhere."""
         shapes = self.by_answer if is_answer else self.by_match
         if match_length == 0 or not shapes:
             return self.shape
@@ -333,7 +333,7 @@ class DraftPlan(NamedTuple):
 
 
 def chains_for(longest: int | None) -> tuple[DraftShape, ...]:
-    """The chains to choose among for a drafter of at most so many tokens; None: of any number."""
+    """The chains to choose among for a drafter of at most that many tokens; None: any number."""
     if longest is None:
         return CHAINS
     return tuple(shape for shape in CHAINS + LONG_CHAINS if shape.size <= longest)
