@@ -1,8 +1,8 @@
 """Drafts from an EAGLE head: chains, trees, and drafts of one pass.
 
 EAGLE-3: Li et al. 2025, arXiv:2503.01840. Here it is decided which state, token and position
-the head is fed. P-EAGLE (arXiv:2602.01469): behind the slots of the pairs it absorbs, the head is given
-masked ones, which know neither token nor features and stand for the tokens that follow.
+the head is fed. P-EAGLE (arXiv:2602.01469): behind the slots of the pairs it absorbs, the head is
+given masked ones, which know neither token nor features and stand for the tokens that follow.
 """
 
 import warnings
@@ -63,7 +63,8 @@ class EagleDrafter(FeatureDrafter):
     ):
         """``embed`` maps tokens (m,) to (m, h); ``to_target`` (Vd,) draft ids to target ids.
 
-        The head's caches keep the ``draft_window`` newest slots, beside the first few (see ``head_cache.py``); None keeps all. Raises ValueError where the head has its own.
+        The head's caches keep the ``draft_window`` newest slots, beside the first few (see
+        ``head_cache.py``); None keeps all. Raises ValueError where the head has a window itself.
         """
         check_window(draft_window, head.config.sliding_window)
         self.draft_window = draft_window
@@ -113,7 +114,7 @@ class EagleDrafter(FeatureDrafter):
         return self.head.parallel_logits(states, index)
 
     def _count(self, num_slots: int) -> None:
-        """Count a forward over that many new slots; warn once if they exceed the head's positions."""
+        """Count a forward over that many new slots; warn once past the head's positions."""
         self.num_forwards += 1
         limit = self.head.config.max_position_embeddings
         if not self._warned and self.cache[0].offset + num_slots > limit:
@@ -318,8 +319,8 @@ class ParallelDrafter(EagleDrafter):
     """A ``Drafter`` around a P-EAGLE head: one head forward per round, whatever is drafted.
 
     The masked slots of a draft run with the pairs of the round before, as many as the last
-    draft was long. Where more are wanted, and after a prompt, they run by themselves. They never stay in
-    the cache: slot t of it is the pair t, as of any head.
+    draft was long. Where more are wanted, and after a prompt, they run by themselves. They never
+    stay in the cache: slot t of it is the pair t, as of any head.
 
         rows      pairs 0 .. m - 1       masked 1 .. k - 1
         pair i    sees pairs up to i

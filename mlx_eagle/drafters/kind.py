@@ -61,7 +61,7 @@ class Kind:
     """Name for people, with its article: "an MTP layer"."""
 
     load: Callable[[Path, dict[str, Any], nn.Module, LoadOptions], Drafter]
-    """The drafter of a folder with that ``config.json``, for a target; ValueError: it does not fit."""
+    """Loads a drafter for a target from its folder and ``config.json``; ValueError: no fit."""
 
     recognise: Callable[[Collection[str], Mapping[str, Any]], bool] = lambda *_: False
     """Whether a checkpoint as published, by its tensors' names and its config, is of this kind."""

@@ -40,7 +40,7 @@ MOST_PICKS = 10  # one after the other, instead of sorting
 
 
 class TreeShape(NamedTuple):
-    """Limits of a dynamic draft tree: ``WIDTHxDEPTH:NODES``, as in EAGLE-2 (arXiv:2406.16858, 4.1).
+    """Limits of a dynamic tree: ``WIDTHxDEPTH:NODES``, as in EAGLE-2 (arXiv:2406.16858, 4.1).
 
     Every level keeps the ``width`` most likely paths so far, each of which gets ``width``
     children; of all candidates the ``nodes`` most likely are verified. ``depth`` is the number
