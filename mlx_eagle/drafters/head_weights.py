@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -12,7 +12,6 @@ from mlx.utils import tree_flatten
 from ..system.hub import locate
 from ..target.masks_and_ropes import evaluate_ropes
 from .base import index_of
-from .block_config import BlockConfig
 from .config import Eagle3Config
 from .folder import building, fill, quantize_as_stored, quantize_now, read_config, read_weights
 from .head import Eagle3Head
@@ -193,8 +192,21 @@ def attach_head(
     return AttachedHead(head, embed, config.taps(sizes.num_layers), to_target)
 
 
+class DraftVocabulary(Protocol):
+    """Config of any drafter whose draft ids are a part of the target's vocabulary."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def draft_vocab_size(self) -> int: ...
+
+    @property
+    def has_d2t(self) -> bool: ...
+
+
 def draft_ids(
-    offsets: mx.array | None, config: Eagle3Config | BlockConfig, vocab_size: int
+    offsets: mx.array | None, config: DraftVocabulary, vocab_size: int
 ) -> mx.array | None:
     """Target id of every draft id, (Vd,) int32, from the stored offsets; None for identity."""
     if offsets is None:
