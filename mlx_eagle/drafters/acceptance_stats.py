@@ -25,7 +25,7 @@ STEPS = 64  # between 0 and 1, to which chances are rounded, so that trees are l
 class Acceptance:
     """The share of tokens kept at each place of a draft, given that all before it were kept.
 
-    A place that was seen rarely leans on what is believed of it.
+    A rarely seen place leans on what is believed of it.
     """
 
     def __init__(self, believed: "float | Sequence[float] | Acceptance", num_places: int):
@@ -63,9 +63,9 @@ class Acceptance:
     ) -> None:
         """Record a round: tokens that each request kept of a chain, or ``ranks`` of a tree.
 
-        Places are about the likeliest children, which chains are made of; so a tree, where of
-        each level ``ranks`` says which child was kept, 0 the likeliest, tells as much. What was
-        seen before weighs ``memory`` of what it did.
+        ``ranks`` says which child was kept at each level of a tree, 0 the likeliest. Places are
+        about the likeliest children, which chains are made of, so a tree tells as much. The
+        weight of everything seen before is multiplied by ``memory``.
         """
         foretold = 0.0 if shape.tree is None else expected_tokens(self.places, shape)
         self.fade(memory)
