@@ -1,1 +1,1 @@
-"""What the package needs of the machine it runs on: files, hub, terminal, device and versions."""
+"""Files, hub, terminal, device and versions: everything the package needs of its machine."""

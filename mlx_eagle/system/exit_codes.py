@@ -7,7 +7,7 @@ from collections.abc import Callable
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
 USER_ERRORS = (ValueError, OSError, HfHubHTTPError, LocalEntryNotFoundError)
-"""What a user's mistake raises, here and in the libraries that load models."""
+"""Errors that a user's mistake raises, here and in the libraries that load models."""
 INTERRUPTED = 130  # exit codes as a shell has them: 128 and the number of the signal
 PIPE_CLOSED = 141
 

@@ -15,14 +15,14 @@ LONGEST_FILE_NAME = 255  # bytes, on every file system that matters
 
 @dataclass(frozen=True)
 class FieldType:
-    """What a value has to be: in words, and whether a value is one."""
+    """A type of values: its name in words, and a test of a value."""
 
     words: str
     holds: Callable[[Any], bool]
 
 
 Table = Mapping[str, "FieldType | Table"]
-"""What is expected of some keys of an object; a table in it stands for an object again."""
+"""Types expected of some keys of an object; an inner table stands for an inner object."""
 
 
 def is_whole(value: Any) -> bool:
@@ -75,7 +75,7 @@ FILE_NAME = FieldType(
 
 
 def shown(value: Any) -> str:
-    """A value for a message: on one line, and no longer than a line bears.
+    """A value as a message shows it: on one line, cut if it is long.
 
     {"a": [1, 2]} -> {"a": [1, 2]};  "x" * 999 -> "xxx...;  nested too deeply to print -> its type
     """

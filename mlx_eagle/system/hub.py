@@ -71,14 +71,14 @@ def explained(repo: str, revision: str | None = None) -> Iterator[None]:
 
 
 def _is_forbidden(err: BaseException | None) -> bool:
-    """Whether an error, or what it came of, is the hub's 403."""
+    """Whether an error, or its cause, is the hub's 403."""
     response = getattr(err, "response", None)
     is_own = getattr(response, "status_code", None) == 403
     return is_own or (err is not None and _is_forbidden(err.__cause__))
 
 
 def fetch(repo: str, patterns: Sequence[str], revision: str | None = None) -> Path:
-    """Download the files of a repository that fit the patterns; the folder they lie in.
+    """Download the files of a repository that match the patterns; return their folder.
 
     The folder is named after the commit. Raises ValueError where there is no such repository, no
     access or no hub.
@@ -110,7 +110,7 @@ def read_range(repo: str, name: str, start: int, end: int, commit: str) -> tuple
 
 
 def locate(source: str, patterns: Sequence[str], revision: str | None = None) -> Path:
-    """A local folder or file as it is; a repository id downloaded (see ``fetch``).
+    """The path of a local folder or file, or of a downloaded repository (see ``fetch``).
 
     ``owner/name/file.gguf`` is that one file of the repository, ``owner/name/folder`` what lies
     in that folder of it.
@@ -119,7 +119,8 @@ def locate(source: str, patterns: Sequence[str], revision: str | None = None) ->
     if path.exists():
         return path
     if inner := INSIDE.fullmatch(source):
-        repo, name = inner["repo"], inner["name"]
+        repo = inner["repo"]
+        name = inner["name"]
         is_file = name.endswith(".gguf")
         wanted = [name] if is_file else [f"{name}/{own}" for own in patterns]
         path = fetch(repo, wanted, revision) / name

@@ -1,5 +1,5 @@
-"""JSON files that others wrote, read once and for all checks: which file, what was found, what
-was expected.
+"""JSON files written by others: read in one place, with errors that name the file, what was found
+and what was expected.
 
 The limits are such that no honest file comes near them. A reader says what it expects as a
 table of ``FieldType`` by key, and can rely on it afterwards.
@@ -18,9 +18,9 @@ BYTES_PER_VALUE = 200
 
 
 def read_bytes(path: Path) -> bytes:
-    """The whole of a file; ValueError where it cannot be read or is beyond all measure.
+    """The bytes of a file; ValueError where it cannot be read or is far too large.
 
-    A pipe is refused: whoever opens one waits until somebody writes.
+    A pipe is refused: opening one waits until another process writes.
     """
     try:
         if path.exists() and not path.is_file() and not path.is_dir():

@@ -1,4 +1,4 @@
-"""Opening the target that the user names, its files looked at before mlx-lm reads them.
+"""Loading of the target that the user names; its files are checked before mlx-lm reads them.
 
 mlx-lm and the libraries below it say what is wrong with a damaged file in their own words, each
 in an exception of its own. Here it is one sentence with the name of the file.

@@ -24,7 +24,7 @@ class Marker:
 
     @classmethod
     def of(cls, stream: TextIO, is_wanted: bool = True) -> "Marker":
-        """For a terminal colour and underline, without colour where ``NO_COLOR`` is set."""
+        """Colour and underline for a terminal, without colour where ``NO_COLOR`` is set."""
         is_terminal = stream.isatty() and os.environ.get("TERM") != "dumb"
         if not (is_wanted and is_terminal):
             return cls()

@@ -50,7 +50,7 @@ class Bar:
 
 
 def prompt_bar(step_size: int) -> Progress:
-    """For ``prompt_progress_callback``: a bar where a prompt takes more than one step."""
+    """A ``prompt_progress_callback`` with a bar, if a prompt takes more than one step."""
     bar = Bar("Reading the prompt", "token", above=step_size)
     # The last token is read in the first round, after everything that is waited for here.
     return lambda done, total: bar(min(done, total - 1), total - 1)

@@ -36,17 +36,17 @@ class Entry:
 
 
 def is_name(name: object) -> bool:
-    """Whether a tensor can be called that: whether it can stand in a line."""
+    """Whether a tensor can have that name: short, and printable on one line."""
     return isinstance(name, str) and len(name) <= LONGEST_NAME and name.isprintable()
 
 
 def is_type(name: object) -> bool:
-    """Whether numbers can be stored as that: a word such as F8_E4M3, known here or not."""
+    """Whether ``name`` can be a type of numbers: a word such as F8_E4M3, known here or not."""
     return isinstance(name, str) and re.fullmatch(r"\w{1,16}", name, re.ASCII) is not None
 
 
 def check_name(name: object, where: str | Path) -> None:
-    """Raise ValueError where a tensor's name is none."""
+    """Raise ValueError for a name that no tensor can have."""
     if not is_name(name):
         raise ValueError(f"{where} holds a tensor named {shown(name)}, which no head has")
 
@@ -60,7 +60,7 @@ def read_header(path: Path) -> dict[str, Entry]:
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """What the file says of itself; {} where that is nothing. Raises ValueError as above."""
+    """The file's metadata; {} where it has none. Raises ValueError as ``read_header`` does."""
     found = _values(_header_and_size(path)[0], path).get("__metadata__", {})
     if not isinstance(found, dict) or not all(isinstance(text, str) for text in found.values()):
         raise ValueError(f"{path} is damaged: its metadata are {shown(found)}, expected texts")
@@ -79,7 +79,7 @@ def _header_and_size(path: Path) -> tuple[bytes, int]:
 
 
 def header_length(start: bytes, size: int, path: str | Path) -> int:
-    """How long the header of a file of ``size`` bytes is; ValueError where it has none."""
+    """Bytes in the header of a file of ``size`` bytes; ValueError where it has none."""
     length = int.from_bytes(start[:8], "little")
     if size < 8:
         raise ValueError(f"{path} is {size} bytes long: cut off; download it again")
@@ -96,9 +96,10 @@ def header_length(start: bytes, size: int, path: str | Path) -> int:
 def parse_header(header: bytes, size: int, path: str | Path) -> dict[str, Entry]:
     """Every tensor of a file of ``size`` bytes, by the header behind its first eight bytes.
 
-    Raises ValueError, which names the file by ``path``, where they do not go together.
+    Raises ValueError, which names the file by ``path``, where they do not fit each other.
     """
-    values, start = _values(header, path), 8 + len(header)
+    values = _values(header, path)
+    start = 8 + len(header)
     values.pop("__metadata__", None)
     return {name: _entry(path, name, entry, start, size) for name, entry in values.items()}
 

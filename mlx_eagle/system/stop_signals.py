@@ -17,20 +17,20 @@ STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopSignals:
-    """Within, these signals are noted and waited for; afterwards they do what they did before.
+    """A block in which signals are only noted and can be waited for; afterwards all is as before.
 
-    With ``once`` only the first one is noted: a second one is as ever, for Ctrl-C Python's own
-    KeyboardInterrupt. In another thread than the main one, which signals belong to, nothing
-    happens.
+    With ``once`` only the first one is noted: a second one acts as usual, so Ctrl-C raises
+    KeyboardInterrupt. Signals belong to the main thread: in any other nothing happens.
 
     The system hands a signal to any thread. Python then runs its handler in the main thread,
-    once that has a moment; but a byte is written to a socket where the signal arrives, so that
-    whoever waits for the socket knows at once, whatever the main thread is at.
+    once that has a moment; but a byte is written to a socket where the signal arrives, so that a
+    thread that waits for the socket knows at once, whatever the main thread is doing.
     """
 
     def __init__(self, numbers: tuple[signal.Signals, ...] = STOPPING, once: bool = False):
         self.is_asked = False
-        self._numbers, self._once = numbers, once
+        self._numbers = numbers
+        self._once = once
 
     def __enter__(self) -> "StopSignals":
         self.is_asked = False
@@ -67,6 +67,6 @@ class StopSignals:
             signal.signal(number, handler)
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Whether one came, waiting at most so long for it; each counts once."""
+        """Whether a signal came, waiting at most ``seconds`` for it; each counts once."""
         ready, _, _ = select.select([self._reader], [], [], seconds)
         return bool(ready) and self._reader.recv(1) != b""

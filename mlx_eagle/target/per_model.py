@@ -1,4 +1,4 @@
-"""Memo of values that are found out once for a model, and forgotten with it."""
+"""Memo of values that are computed once for a model, and forgotten with it."""
 
 import weakref
 from collections.abc import Callable
@@ -17,7 +17,7 @@ class PerModel(Generic[T]):
         return len(self._found)
 
     def get(self, measure: Callable[[], T], *owners: object, settings: object = None) -> T:
-        """What ``measure`` says of ``owners`` under hashable ``settings``; it is asked once."""
+        """The value of ``measure()`` for ``owners`` and hashable ``settings``, computed once."""
         key = (settings, *map(id, owners))
         if key not in self._found:
             self._found[key] = measure()
