@@ -74,8 +74,11 @@ class Conversation:
         drafter: Drafter | None,
         grammar: dict[str, Any] | None = None,
     ):
-        """``grammar`` is what ``grammar_options`` gives."""
-        self.args, self.model, self.tokenizer, self.drafter = args, model, tokenizer, drafter
+        """``grammar`` holds the options from ``grammar_options``."""
+        self.args = args
+        self.model = model
+        self.tokenizer = tokenizer
+        self.drafter = drafter
         self.grammar = grammar or {}
         self.stats = Stats()
         self.num_answers = 0
@@ -90,7 +93,7 @@ class Conversation:
             self.cache += self.drafter.make_cache()
 
     def answer(self, question: str) -> Iterator[MlxGenerationResponse]:
-        """Answer piece by piece; what was said before is in the caches.
+        """Answer piece by piece; the conversation so far is in the caches.
 
         Ctrl-C ends the answer after the token that is being computed: the caches then hold the
         question and the tokens that were given.
@@ -153,12 +156,12 @@ class UI(ChatUI):
             label = " " * 12
 
     def say_lines(self, lines: list[str]) -> None:
-        """Print lines of our own, set in as mlx-lm's are."""
+        """Print lines of our own, indented like mlx-lm's."""
         print("\n".join(f"  {line}" for line in lines))
 
 
 class PlainUI(UI):
-    """The answers, a line or more each, and what was asked for: for a pipe or a file."""
+    """The answers, a line or more each, and output of commands: for a pipe or a file."""
 
     def __enter__(self) -> "PlainUI":
         return self

@@ -1,4 +1,4 @@
-"""What ``--draft-model`` may name, and how each kind is opened.
+"""Draft models by name: everything that ``--draft-model`` takes, and its opening.
 
 All kinds of drafters come together here; the loop uses them by their interface.
 """
@@ -57,7 +57,7 @@ def open_drafter(
 
 
 def _open(name: str, model: nn.Module, options: LoadOptions) -> Drafter:
-    """What stands before "+lookup"."""
+    """Open a drafter by its name without "+lookup"."""
     named = KINDS.get(name)
     if named is not None and named.by_name is not None:
         return named.by_name(model, options)
@@ -70,7 +70,7 @@ def _open(name: str, model: nn.Module, options: LoadOptions) -> Drafter:
 
 
 def find_drafter(name: str | None) -> None:
-    """Find what ``name`` stands for, and download it, so that a mistake is told before the target
+    """Find and download what ``name`` stands for, so that a mistake is reported before the target
     is loaded.
 
     Raises ValueError, as ``open_drafter`` does.
@@ -82,13 +82,13 @@ def find_drafter(name: str | None) -> None:
 
 
 def _find(name: str) -> tuple[Path, Kind | None]:
-    """Where a drafter lies, downloaded if need be, and its kind as published; None: converted."""
+    """The path of a drafter, downloaded if need be, and its published kind; None if converted."""
     path = locate(name, FILES)
     return path, None if is_converted(path) else KINDS[_published_kind(path, name)]
 
 
 def split_name(name: str) -> tuple[str, bool]:
-    """What stands before "+lookup", and whether that follows: HEAD+lookup -> (HEAD, True).
+    """Split off "+lookup", and tell whether it was there: HEAD+lookup -> (HEAD, True).
 
     A plus in the name of a file or folder that exists is part of that name. Raises ValueError for
     any other plus.
@@ -122,7 +122,10 @@ def open_beside(
     draft_window: int | None = None,
     target: str | Path | None = None,
 ) -> Drafter | None:
-    """As ``open_drafter``, but None and "auto" stand for ``own``, which came with the target."""
+    """Open a drafter by name; None and "auto" stand for ``own``, which came with the target.
+
+    Everything else is as in ``open_drafter``.
+    """
     base, copies = (AUTO, False) if name is None else split_name(name)
     if base == AUTO and own is not None:
         own = own.with_draft_window(draft_window)
@@ -158,7 +161,7 @@ def _open_checkpoint(path: Path, name: str, model: nn.Module, q_bits: int | None
 
 
 def cached_folder(path: Path, q_bits: int | None, target: TargetSizes) -> Path:
-    """Where the converted form of a checkpoint for such a target lies, or would."""
+    """The folder of a checkpoint's converted form for such a target, made or not."""
     files = [path] if path.is_file() else sorted(f for f in path.iterdir() if f.is_file())
     stamp = "".join(f"{f.name}:{f.stat().st_size}:{f.stat().st_mtime_ns};" for f in files)
     key = f"{path.resolve()};{q_bits};{target};{stamp}"
@@ -194,12 +197,12 @@ def _convert(path: Path, name: str, folder: Path, q_bits: int | None, target: Ta
 
 
 def heads_folder() -> Path:
-    """Where heads lie that were converted on the way, a folder each."""
+    """The folder of heads that were converted when first used, a subfolder each."""
     return user_cache() / "heads"
 
 
 def head_lines() -> list[str]:
-    """The heads in that folder for people, a line each: size, target and source."""
+    """Readable lines about the heads in that folder: size, target and source."""
     found = sorted(path.parent for path in heads_folder().glob("*/config.json"))
     lines = [f"  {head}  {_about(head)}" for head in found if not head.name.startswith(".")]
     return [f"Heads converted into {heads_folder()}:", *(lines or ["  none yet"])]

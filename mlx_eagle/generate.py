@@ -24,7 +24,7 @@ from .drafters.base import Drafter
 
 @dataclass
 class GenerationResponse(MlxGenerationResponse):
-    """mlx-lm's response, and what is known of drafts.
+    """mlx-lm's response, with facts about drafts.
 
     ``draft_depth`` is the position of the token in its draft, the first is 1; 0 where the target
     chose it, as ``from_draft`` also says. ``draft_length`` is how far its round had drafted: 0 in
@@ -122,10 +122,11 @@ def _responses(
     max_tokens: int,
     stats: Stats,
 ) -> Iterator[GenerationResponse]:
-    """Detokenize; the last response is always given and carries a stop token, not its text."""
+    """Turn tokens into responses; the last one is always given, a stop token without its text."""
     detokenizer = tokenizer.detokenizer
     tic = time.perf_counter()
-    prompt_tps, depth = 0.0, 0
+    prompt_tps = 0.0
+    depth = 0
 
     def response(finish_reason: str | None) -> GenerationResponse:
         return GenerationResponse(
@@ -146,7 +147,8 @@ def _responses(
 
     for n, (token, logprobs, from_draft) in enumerate(steps):  # noqa: B007 (used in response)
         if n == 0:  # given after the first round was launched, which a CPU has nearly done by then
-            prompt_tps, tic = prompt_tokens / stats.prompt_time, tic + stats.prompt_time
+            prompt_tps = prompt_tokens / stats.prompt_time
+            tic += stats.prompt_time
         depth = depth + 1 if from_draft else 0  # a round ends with a token of the target's own
         if token in tokenizer.eos_token_ids:
             break
@@ -198,7 +200,7 @@ def footer(response: MlxGenerationResponse) -> list[str]:
 
 
 def is_drafter(draft_model: Any) -> TypeGuard[Drafter]:
-    """Whether our loop runs for it: it has the methods of a ``Drafter``."""
+    """Whether our loop runs for ``draft_model``: it has the methods of a ``Drafter``."""
     return isinstance(draft_model, Drafter)
 
 

@@ -37,7 +37,7 @@ SNAPSHOT = re.compile(r".*/models--([^/]+?)--([^/]+)/snapshots/[^/]+/?")
 
 
 class Installation:
-    """What stands in mlx-lm for its ``speculative_generate_step`` while we are installed.
+    """The stand-in for mlx-lm's ``speculative_generate_step`` while we are installed.
 
     ``stats`` are the counts of the latest generation of one text that ran our loop, final once
     it has ended; None before the first.
@@ -69,7 +69,7 @@ class Installation:
         )
 
     def draft_by_default(self, draft_model: str | Drafter | None) -> None:
-        """Take this from now on where a call names no draft model."""
+        """Draft with this from now on where a call names no draft model."""
         if not isinstance(draft_model, str | None) and not is_drafter(draft_model):
             raise ValueError(
                 f"draft_model is a {type(draft_model).__name__}: give 'auto', the name of a draft "
@@ -91,8 +91,9 @@ class Installation:
         return self._drafters[id(model)]
 
     def put_in_place(self, module: ModuleType) -> None:
-        """Stand in mlx-lm's module, and wherever its functions were imported to."""
-        texts, batches = module.stream_generate, module.batch_generate
+        """Replace mlx-lm's functions in its module, and wherever they were imported to."""
+        texts = module.stream_generate
+        batches = module.batch_generate
         self._replaced = [
             (self.original, self),
             (texts, self._for_texts(texts)),
@@ -104,7 +105,7 @@ class Installation:
     def put_back(self) -> None:
         """Give mlx-lm its own back, also where ours were imported to in between.
 
-        Whoever still holds ours has mlx-lm's by another name: no default drafts any more.
+        References to our functions that are left behave as mlx-lm's do: nothing drafts by default.
         """
         for theirs, ours in self._replaced:
             _replace_everywhere(ours, theirs)
@@ -187,7 +188,7 @@ def _replace_everywhere(old: Any, new: Any) -> None:
 
 
 def _open(name: str, model: nn.Module, tokenizer: Any) -> Drafter | None:
-    """What ``name`` stands for beside ``model``; None, with a warning, where that is nothing."""
+    """Open the drafter ``name`` for ``model``; None, with a warning, where there is none."""
     target = str(getattr(tokenizer, "name_or_path", ""))
     if found := SNAPSHOT.fullmatch(target):
         target = f"{found[1]}/{found[2]}"
@@ -241,7 +242,7 @@ def uninstall() -> None:
 
 @contextmanager
 def installed(draft_model: str | Drafter | None = None) -> Iterator[Installation]:
-    """Installed within; afterwards as it was before."""
+    """Install for the length of a block; afterwards everything is as it was before."""
     before = getattr(_module(), NAME, None)
     default = before._draft_model if isinstance(before, Installation) else None
     try:

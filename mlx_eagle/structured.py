@@ -22,7 +22,7 @@ from .decoding.processors import RowsAsked, allowed_of
 try:
     from llguidance import LLExecutor, LLMatcher, LLParserLimits, regex_to_lark
     from llguidance.hf import from_tokenizer
-except ImportError:  # the extra was not installed: said by whoever makes a grammar
+except ImportError:  # the extra was not installed: making a grammar says so
     LLMatcher = None  # type: ignore[assignment,misc]
 
 INSTALL = "structured output needs llguidance: pip install 'mlx-eagle[structured]'."
@@ -40,7 +40,7 @@ braces, keys and quotes are not forced where a space may come before them."""
 
 
 class Phase(Enum):
-    """What holds at a place of a text."""
+    """The rule at a place of a text."""
 
     OPEN = "its thoughts may begin here, or what the grammar allows"
     THOUGHTS = "free text, which may not end here"
@@ -78,7 +78,7 @@ class Grammar:
         self._texts: list[_Text] = []
 
     def behind(self, prompt: Sequence[int], num_said: int = 0) -> "Grammar":
-        """The same for a text whose prompt was read before, of which nothing will be shown.
+        """The same for a text whose prompt was read before, and will not be shown to it.
 
         ``num_said`` of the last tokens of both belong to the text.
         """
@@ -94,7 +94,7 @@ class Grammar:
         return self.behind(self._before, self._num_said)
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
-        """As mlx-lm calls a processor: tokens (N,) so far, logits (1, V)."""
+        """Mask logits (1, V) behind tokens (N,), as a logits processor of mlx-lm."""
         read: Any = tokens.tolist()
         text = self._text_of(read)
         (bits,) = text.masks([RowsAsked(text, [], None)])
@@ -130,7 +130,8 @@ class JSONSchema(Grammar):
 
     def __init__(self, schema: Mapping[str, Any] | str, tokenizer: Any, strict: bool = True):
         """``schema`` may be JSON text. Raises ValueError for one that cannot be held to."""
-        options, read = schema_options(strict), read_schema(schema)
+        options = schema_options(strict)
+        read = read_schema(schema)
         super().__init__(
             lambda: LLMatcher.grammar_from_json_schema(read, overrides=options), tokenizer
         )
@@ -164,7 +165,7 @@ class Lark(Grammar):
 
 
 class _Vocabulary:
-    """What is known of a tokenizer: its tokens, those that end a text, the marks of thoughts."""
+    """A tokenizer's vocabulary: its tokens, those that end a text, the marks of thoughts."""
 
     def __init__(self, tokenizer: Any):
         inner = getattr(tokenizer, "_tokenizer", tokenizer)
@@ -188,10 +189,11 @@ class _Vocabulary:
             self.all_but_ends[end // 32] &= ~np.uint32(1 << end % 32)
 
     def phase_behind(self, prompt: list[int]) -> Phase:
-        """What holds at the beginning of a text behind ``prompt``."""
+        """The phase in which a text behind ``prompt`` begins."""
         if not self.thinks:
             return Phase.HELD
-        begun, ended = _last(prompt, self.start), _last(prompt, self.end)
+        begun = _last(prompt, self.start)
+        ended = _last(prompt, self.end)
         if begun > ended:
             return Phase.THOUGHTS
         return Phase.HELD if ended >= len(prompt) - CLOSED - len(self.end) >= 0 else Phase.OPEN
@@ -201,7 +203,7 @@ _vocabularies: "WeakKeyDictionary[Any, _Vocabulary]" = WeakKeyDictionary()
 
 
 def _vocabulary_of(tokenizer: Any) -> _Vocabulary:
-    """What is known of it, found out once: that takes a second."""
+    """A tokenizer's vocabulary, made once: that takes a second."""
     known = _vocabularies.get(tokenizer)
     ends = getattr(tokenizer, "eos_token_ids", None)
     if known is None or (ends and set(ends) != set(known.ends)):
@@ -217,8 +219,10 @@ class _Text:
     ):
         self.tokens: list[int] = []  # the prompt's that were shown, and its own
         self.num_followed = 0  # of its own
-        self._vocabulary, self._matcher = vocabulary, matcher
-        self._before, self._num_said = before, num_said
+        self._vocabulary = vocabulary
+        self._matcher = matcher
+        self._before = before
+        self._num_said = num_said
         self._phase = Phase.HELD
 
     def start(self, prompt: list[int]) -> None:
@@ -242,10 +246,11 @@ class _Text:
             if self._is_consumed(self._phase, phase):
                 self._matcher.consume_token(token)
                 self._check()
-            self._phase, recent = phase, [*recent, token]
+            self._phase = phase
+            recent = [*recent, token]
 
     def one_back(self) -> "_Text":
-        """Another one without the last token."""
+        """A second text without the last token."""
         twin = _Text(self._vocabulary, self._matcher.deep_copy(), self._before, self._num_said)
         twin.start(self.tokens[: len(self.tokens) - self.num_followed])
         twin._matcher.reset()
@@ -253,7 +258,7 @@ class _Text:
         return twin
 
     def forced(self, most: int) -> list[int]:
-        """At most so many tokens that must come next, the end of the text among them."""
+        """Up to ``most`` tokens that must come next; they may include the end of the text."""
         if self._phase is not Phase.HELD or most < 1:
             return []
         tokens = self._matcher.compute_ff_tokens()[:most]
@@ -266,7 +271,7 @@ class _Text:
         return tokens
 
     def masks(self, asked: Sequence[RowsAsked]) -> list["np.ndarray"]:
-        """Which tokens may follow each row, (R, V / 32) of bits for each of those asked.
+        """Tokens that may follow each row: bits (R, V / 32) for each text that is asked.
 
         They are texts of this class. Rows behind a token that is not allowed have all bits.
         """
@@ -275,7 +280,8 @@ class _Text:
         width = max(text._vocabulary.num_words for text in texts)
         bits = np.full((sum(num_rows), width), 2**32 - 1, np.uint32)
         chains: list[tuple[Any, int, list[int]]] = []
-        made, first = [], 0
+        made = []
+        first = 0
         for text, each, num in zip(texts, asked, num_rows, strict=True):
             own = bits[first : first + num]
             made.append(own)
@@ -298,7 +304,8 @@ class _Text:
 
     def _walk(self, bits: "np.ndarray", asked: RowsAsked) -> None:
         """The masks of a tree, or of rows in thoughts, node by node and back again."""
-        drafts, parents = asked.drafts, asked.parents or range(len(asked.drafts))
+        drafts = asked.drafts
+        parents = asked.parents or range(len(drafts))
         children: dict[int, list[int]] = {}
         for i, parent in enumerate(parents):
             children.setdefault(parent, []).append(i + 1)
@@ -350,17 +357,17 @@ class _Text:
 
 
 def schema_options(strict: bool) -> dict[str, Any]:
-    """How llguidance is to read a schema; what it cannot hold a text to is ignored, or refused."""
+    """llguidance's options for a schema; with ``strict`` it refuses what it cannot enforce."""
     return {**ONE_LINE, "lenient": not strict, "coerce_one_of": not strict}
 
 
 def embedded(schema: Mapping[str, Any], strict: bool) -> str:
-    """A schema as a grammar has it behind %json."""
+    """A schema as it stands behind %json in a grammar."""
     return json.dumps(dict(schema) | {"x-guidance": schema_options(strict)})
 
 
 def spelled(text: str, tokenizer: Any) -> str:
-    """How a grammar spells ``text``, in which special tokens may stand."""
+    """The spelling of ``text`` in a grammar; special tokens in it become token ids."""
     if LLMatcher is None:
         raise ValueError(INSTALL)
     special = _vocabulary_of(tokenizer).special
@@ -377,7 +384,8 @@ def as_terminal(pattern: str) -> str:
     """A terminal of the texts in which a schema's ``pattern`` is found: a search, not a match."""
     found = []
     for choice in _choices(pattern):
-        begins, ends = choice.startswith("^"), re.search(r"(?<!\\)(\\\\)*\$$", choice) is not None
+        begins = choice.startswith("^")
+        ends = re.search(r"(?<!\\)(\\\\)*\$$", choice) is not None
         inner = regex_to_lark(f"(?:{choice[begins : len(choice) - ends]})", "dw")
         anything = "/(?s:.*)/"
         found.append(f"{'' if begins else anything} /{inner}/ {'' if ends else anything}")
@@ -387,7 +395,8 @@ def as_terminal(pattern: str) -> str:
 def _choices(pattern: str) -> list[str]:
     """The parts between those "|" that stand outside of all brackets."""
     pieces = re.findall(r"\\.|\[\^?\]?(?:\\.|[^\\\]])*\]|.", pattern, flags=re.DOTALL)
-    depth, choices = 0, [""]
+    depth = 0
+    choices = [""]
     for piece in pieces:
         depth += (piece == "(") - (piece == ")")
         if piece == "|" and depth == 0:
@@ -403,13 +412,13 @@ def _executor() -> "LLExecutor":
 
 
 def _last(tokens: Sequence[int], mark: list[int]) -> int:
-    """Where ``mark`` begins in ``tokens`` for the last time; -1 for nowhere."""
+    """The last index at which ``mark`` begins in ``tokens``; -1 where it is not there."""
     places = range(len(tokens) - len(mark), -1, -1)
     return next((i for i in places if list(tokens[i : i + len(mark)]) == mark), -1)
 
 
 def _sentence(error: str) -> str:
-    """llguidance's words on one line, without what it says to itself."""
+    """llguidance's error on one line, without the parts for its developers."""
     known = {"NoExtensionBias": NOTHING}
     lines = [line.strip() for line in error.splitlines() if line.strip(" ^|")]
     is_quoted = re.compile(r"\d+ \| |<non-verbose/>$").match  # a line of the grammar
@@ -425,7 +434,7 @@ def _check_length(text: str, noun: str) -> None:
 
 
 def read_schema(schema: Mapping[str, Any] | str) -> dict[str, Any]:
-    """The schema as JSON has it. Raises ValueError for one that is none, or too large."""
+    """The schema as a JSON object. Raises ValueError if it is not one, or too large."""
     try:
         text = schema if isinstance(schema, str) else json.dumps(schema)
         _check_length(text, "schema")
@@ -443,7 +452,7 @@ def read_schema(schema: Mapping[str, Any] | str) -> dict[str, Any]:
 
 
 def _values(value: Any) -> Iterator[Any]:
-    """All values in it."""
+    """All values in ``value``, at any depth, itself first."""
     yield value
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     for each in inner:

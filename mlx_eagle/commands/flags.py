@@ -1,4 +1,4 @@
-"""What the commands have in common: the flags about drafting, checked and turned into objects."""
+"""Flags about drafting that the commands share, checked and turned into objects."""
 
 import argparse
 import sys
@@ -61,7 +61,7 @@ DRAFT_WINDOW_HELP = (
 
 
 def add_draft_flags(parser: argparse.ArgumentParser) -> None:
-    """Our flags beside mlx-lm's own, whose help says what they mean here."""
+    """Add our flags to mlx-lm's, whose help is adapted to what they mean here."""
     add_version_flag(parser)
     for action in parser._actions:
         if action.dest == "model":
@@ -75,7 +75,9 @@ def add_draft_flags(parser: argparse.ArgumentParser) -> None:
                 "Default: the demo head, and copies; auto with --model."
             )
         elif action.dest == "num_draft_tokens":
-            action.type, action.metavar, action.default = draft_length, "K", AUTO
+            action.type = draft_length
+            action.metavar = "K"
+            action.default = AUTO
             action.help = (
                 "Draft tokens per step. 0 turns drafting off; auto (default) picks the length per "
                 "step and turns drafting off where it does not help."
@@ -105,7 +107,7 @@ def add_draft_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_text_flags(parser: argparse.ArgumentParser) -> None:
-    """Those of commands that print texts, which a server does not have."""
+    """Add the flags of commands that print texts, which a server does not have."""
     parser.add_argument(
         "--draft-cache",
         choices=("exact", "lagging"),
@@ -151,9 +153,9 @@ def read_schema(args: argparse.Namespace) -> str | None:
 def grammar_options(
     args: argparse.Namespace, schema: str | None, tokenizer: TokenizerWrapper
 ) -> dict[str, Any]:
-    """What holds texts to the schema or to ``--regex``, for ``stream_generate``.
+    """Options of ``stream_generate`` that hold texts to the schema or to ``--regex``.
 
-    Raises ValueError for one that nothing can be held to.
+    Raises ValueError for a schema or expression that no text can satisfy.
     """
     if schema is not None:
         return {"logits_processors": [JSONSchema(schema, tokenizer)]}
@@ -206,11 +208,12 @@ def load_pair(
 ) -> tuple[nn.Module, TokenizerWrapper, Drafter | None]:
     """(model, tokenizer, drafter) as the flags name them; the demo pair without --model.
 
-    Says on standard error where this machine cannot gain from drafting.
+    Standard error says so where this machine cannot gain from drafting.
     """
     prepare_device()
-    bits, own = args.quantize_draft, None
-    # Plain decoding that nobody gave a head for needs none.
+    bits = args.quantize_draft
+    own = None
+    # Plain decoding needs no head where the user named none.
     is_plain = args.num_draft_tokens == 0 and args.draft_model is None and args.model is not None
     name = None if is_plain else with_known_head(args.draft_model, args.model)
     find_drafter(name)
@@ -248,8 +251,8 @@ def load_pair(
 def with_known_head(name: str | None, model: str | None, copies: bool = True) -> str | None:
     """Put the head of the table of pairs in the place of "auto", which is the default for a model.
 
-    It also copies from the text, unless it is not to: ``copies``. Where the table has none for
-    ``model``, "auto" copies alone, and the default is None. Where ``model`` is None, "auto" is the
+    With ``copies`` it also copies from the text. Where the table has no head for
+    ``model``, "auto" only copies, and the default is None. Where ``model`` is None, "auto" is the
     demo pair's own head: see ``open_beside``.
     """
     head, asked = (AUTO, False) if name is None else split_name(name)
@@ -299,8 +302,8 @@ def text_options(
 ) -> dict[str, Any]:
     """The flags about a text and its drafts as options of ``stream_generate``.
 
-    The sampler is None for greedy, ours where it can be coupled, else mlx-lm's. ``seed`` is that
-    of ours; None takes one from mlx's global random state.
+    The sampler is None for greedy, ours where it can be coupled, else mlx-lm's. ``seed`` is for
+    our sampler; None takes one from mlx's global random state.
     """
     given = {field.name: getattr(args, field.name) for field in fields(SamplingOptions)}
     options = {

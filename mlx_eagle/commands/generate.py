@@ -96,7 +96,7 @@ def read_prompt(
 
 
 def read_template_options(text: str | None) -> dict[str, Any]:
-    """The value of --chat-template-config; ValueError where it is no JSON object."""
+    """The value of --chat-template-config; ValueError unless it is a JSON object."""
     try:
         options = json.loads(text or "{}")
     except (ValueError, RecursionError):
@@ -268,7 +268,7 @@ def fit_prompt_cache(
 ) -> list[Any]:
     """The caches for ``model`` and ``drafter``: those given, the drafter's fresh if missing.
 
-    Raises ValueError where the file has caches for neither the model alone nor for both.
+    Raises ValueError where the file has caches neither for the model by itself nor for both.
     """
     num_target = len(make_prompt_cache(model))
     fresh = [] if drafter is None else drafter.make_cache()
