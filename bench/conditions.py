@@ -13,7 +13,7 @@ import mlx_lm
 from mlx.utils import tree_flatten
 from mlx_lm.utils import get_total_parameters
 
-from mlx_eagle.system.cli_values import __version__
+from mlx_eagle import __version__
 from mlx_eagle.system.device import blas_name, weight_bytes
 
 from .runner import Models

@@ -4,6 +4,8 @@ MLX is not imported before a public name is asked for: ``load_fast_blas`` has to
 Our own commands begin with it.
 """
 
+__version__ = "0.2.0"  # above the imports, because modules below read it
+
 import importlib
 import sys
 from types import ModuleType
@@ -11,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from .doctor.packages import explained, running_command
 from .system.blas import load_fast_blas
-from .system.cli_values import __version__ as __version__
 from .system.cli_values import versions
 
 if TYPE_CHECKING:

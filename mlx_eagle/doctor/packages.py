@@ -23,7 +23,7 @@ from typing import Literal, NamedTuple
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from ..system.cli_values import __version__
+from .. import __version__
 
 Level = Literal["ok", "note", "problem"]
 WIDTH = 96

@@ -26,6 +26,7 @@ import mlx_lm
 from mlx.utils import tree_map
 from mlx_lm.models.cache import make_prompt_cache
 
+from .. import __version__
 from ..batch.generate import batch_generate
 from ..bench.costs import Costs
 from ..bench.parity import compare, margin, next_logprobs, parity_words
@@ -37,7 +38,6 @@ from ..drafters.base import Drafter
 from ..drafters.tree import TreeShape
 from ..generate import stream_generate
 from ..system.atomic_folder import check_writable
-from ..system.cli_values import __version__
 from ..system.device import prepare_device
 from .checks import TF32, build, check_all
 from .packages import Finding

@@ -8,8 +8,8 @@ from typing import Any
 
 from mlx_lm.server import CompletionRequest
 
+from .. import __version__
 from ..decoding.stats import Stats
-from ..system.cli_values import __version__
 from .answer_stream import Document, PairResponse, RequestError
 from .body import MAX_TOP, PairArguments, check_messages, read_arguments, read_prompts, shortened
 from .client_session import ClientSession, Piece, Reply

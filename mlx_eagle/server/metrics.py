@@ -7,9 +7,9 @@ from itertools import accumulate
 from threading import Lock
 from typing import Any
 
+from .. import __version__
 from ..decoding.stats import Stats
 from ..drafters.earlier_answers import EarlierAnswers
-from ..system.cli_values import __version__
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 FIRST_TOKEN_BOUNDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)  # seconds

@@ -14,12 +14,12 @@ from mlx_lm.server import ModelProvider
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, SPMStreamingDetokenizer, _byte_decoder
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
+from .. import __version__
 from ..decoding.setup import check_tree_drafter, read_tree
 from ..demo.pair import load_demo
 from ..draft_models import open_beside
 from ..drafters.earlier_answers import EarlierAnswers
 from ..drafters.target_parts import find_embedding
-from ..system.cli_values import __version__
 from ..system.device import set_precision
 from ..system.exit_codes import USER_ERRORS
 from ..system.hub import locate

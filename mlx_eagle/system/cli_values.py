@@ -13,7 +13,7 @@ from functools import partial
 from importlib.metadata import version
 from typing import Any, NoReturn
 
-__version__ = "0.2.0"
+from .. import __version__
 
 LARGEST = 2**31 - 1
 """The largest count that is taken: what mlx holds in 32 bits."""

@@ -22,6 +22,9 @@ PACKAGE = "mlx_eagle"
 ELSEWHERE = ("convert", "bench")  # source folders that become subpackages when installed
 LOOP = f"{PACKAGE}.decoding.loop"
 
+VERSION = f"{PACKAGE}.__version__"
+"""The one name that modules import from the package itself: it stands above its imports."""
+
 Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
 
@@ -98,6 +101,8 @@ def import_lines(module: str) -> dict[str, int]:
     """The modules of ours that it imports, ``from . import x`` resolved to x, and first lines."""
     found: dict[str, int] = {}
     for name, line in imported_names(module):
+        if name == VERSION:
+            continue
         while name and name not in MODULES:
             name = name.rpartition(".")[0]
         if name and name != module:
