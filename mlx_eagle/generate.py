@@ -4,7 +4,6 @@ Tokenizers, timing and responses. The loop itself is in ``decoding/loop.py``, th
 ``python -m mlx_eagle.generate`` in ``commands/generate.py``.
 """
 
-import importlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -215,5 +214,6 @@ def _encode(tokenizer: TokenizerWrapper, prompt: str | mx.array | list[int]) -> 
 
 
 if __name__ == "__main__":
-    # By its name: the command is built on this module.
-    importlib.import_module("mlx_eagle.commands.generate").main()
+    from .commands.generate import main
+
+    main()

@@ -308,6 +308,17 @@ def test_the_rings():
     assert ring("mlx_eagle.batch.rounds") == 2 and ring("mlx_eagle.server.engine") == 3
 
 
+def test_the_version_and_imports_for_main_do_not_count(tmp_path, monkeypatch):
+    file = tmp_path / "made_up.py"
+    file.write_text(
+        "from . import __version__, chat\n"
+        "def f():\n    from . import public\n"
+        'if __name__ == "__main__":\n    from .generate import main\n'
+    )
+    monkeypatch.setitem(MODULES, "mlx_eagle.made_up", file)
+    assert imports("mlx_eagle.made_up") == {"mlx_eagle.chat", "mlx_eagle.public"}
+
+
 def test_an_import_from_an_outer_ring_is_found(tmp_path, monkeypatch):
     file = tmp_path / "target.py"
     file.write_text("from .. import structured\nfrom ..drafters import base, mtp\n")

@@ -86,9 +86,15 @@ def absolute(module: str, node: ast.ImportFrom) -> str:
     return ".".join([*above, *filter(None, [node.module])])
 
 
+def is_for_main(node: ast.stmt) -> bool:
+    """Whether a statement is ``if __name__ == "__main__":``, which an import never runs."""
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'"
+
+
 def imported_names(module: str) -> Iterator[tuple[str, int]]:
     """The dotted names in a module's imports and their lines, also those inside functions."""
-    for node in nodes_of(MODULES[module]):
+    imported = [node for node in tree_of(MODULES[module]).body if not is_for_main(node)]
+    for node in ast.walk(ast.Module(imported, [])):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
