@@ -34,13 +34,15 @@ MOST_LEVELS, MOST_FILES, MOST_LINES, MOST_COLUMNS, LONGEST_FUNCTION = 8, 9, 600,
 MOST_BEHIND_THE_LOOP = 21  # modules, the loop itself among them
 MOST_LINES_BEHIND_THE_LOOP = 6_200
 
-NOT_YET = (
-    "batch", "bench", "convert", "decoding", "demo", "doctor", "drafters", "server", "target",
-    "tools", "train",
-)  # fmt: skip
+NOT_YET: tuple[str, ...] = ()
 """Folders, and files beside them, that may still break the rules of ``code_rules``."""
 
 ALLOWED_STATE: dict[str, str] = {
+    "decoding.round_costs._known": "later texts of a pair start from what earlier ones cost",
+    "decoding.sampling._thread_draws": "threads of one process must not draw the same noise",
+    "target.probe._refusals": "a model is probed once, for it takes several passes",
+    "target.probe._axes": "a model is probed once, for it takes several passes",
+    "target.probe._cuts_states": "a model is probed once, for it takes several passes",
     "structured._vocabularies": "making one takes a second; gone with its tokenizer",
     "structured._executor": "threads of llguidance, which all texts share",
 }
