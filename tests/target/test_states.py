@@ -19,7 +19,7 @@ from tolerances import tolerance
 from mlx_eagle.decoding.decoder import Limits
 from mlx_eagle.decoding.loop import SingleRunner
 from mlx_eagle.decoding.setup import open_decoder
-from mlx_eagle.drafters.tree import DraftShape
+from mlx_eagle.drafters.tree import DraftPlan, DraftShape
 from mlx_eagle.target.probe import cuts_states_by_text
 from mlx_eagle.target.rollback import CacheQuantization, Checkpoint
 from mlx_eagle.target.states import StateRecorder, StateUpdates, recurrent_caches
@@ -115,11 +115,13 @@ def test_a_round_after_a_rejection_is_hardly_larger(monkeypatch):
     for script in ("all", "none", "every length"):
         generation = runner(model, script)
         for _ in range(2):
-            generation.finish(generation.launch(DraftShape(3)))
+            generation.finish(generation.launch(DraftPlan(DraftShape(3))))
         mx.eval([c.state for c in generation.decoder.cache])
         with monkeypatch.context() as patch, fused():
             patch.setattr(mx, "async_eval", lambda *_: None)
-            found[script] = primitives(*generation.launch(DraftShape(3)).verification.pending)
+            found[script] = primitives(
+                *generation.launch(DraftPlan(DraftShape(3))).verification.pending
+            )
     whole = found["all"].total()
     assert whole > 50 * num_layers
     for script in ("none", "every length"):
