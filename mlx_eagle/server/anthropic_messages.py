@@ -91,8 +91,7 @@ def translated(body: Document) -> Document:
         raise ValueError("mcp_servers are not supported: let the client call them.")
     chat: Document = {name: body[name] for name in SAME if name in body}
     chat["max_tokens"] = body.get("max_tokens", 1)
-    if "user_id" in _object(body, "metadata"):
-        chat["user"] = body["metadata"]["user_id"]
+    chat |= _user_of(_object(body, "metadata"))
     if "stop_sequences" in body:
         chat["stop"] = body["stop_sequences"]
     messages = _list(body, "messages")
@@ -117,6 +116,16 @@ def _object(body: Document, name: str) -> Document:
     if not isinstance(found, dict):
         raise ValueError(f"{name} is something else than an object.")
     return found
+
+
+def _user_of(metadata: Document) -> Document:
+    """The field of a chat that names its user, if one is named: clients may send null."""
+    user = metadata.get("user_id")
+    if user is None:
+        return {}
+    if not isinstance(user, str):
+        raise ValueError("metadata.user_id is something else than a string.")
+    return {"user": user}
 
 
 def _list(body: Document, name: str) -> list[Any]:

@@ -191,6 +191,13 @@ def test_what_an_agent_changes_for_its_bill_is_no_prompt(server):
     assert second.cache_read_input_tokens > total - 5
 
 
+@pytest.mark.parametrize("metadata", [{}, {"user_id": None}, {"user_id": "somebody"}])
+def test_a_user_may_be_named(server, metadata):
+    """Null is as good as no name."""
+    message = server.own.messages.create(**question("!", metadata=metadata))
+    assert blocks_of(message) == [("text", "Hello there.")]
+
+
 def test_reasons_to_stop(server):
     message = server.own.messages.create(**question("!", max_tokens=1))
     assert message.stop_reason == "max_tokens" and message.usage.output_tokens == 1
@@ -313,6 +320,11 @@ WRONG = {
     "a form": ({"output_format": {"type": "xml"}}, "is no object of type json_schema"),
     "hot": ({"temperature": -1}, "temperature is -1"),
     "stop": ({"stop_sequences": [5]}, "stop is something else"),
+    "metadata": ({"metadata": "x"}, "metadata is something else than an object"),
+    "a user": (
+        {"metadata": {"user_id": 5}},
+        "metadata.user_id is something else than a string",
+    ),
 }
 
 
