@@ -12,7 +12,7 @@ from typing import Any
 from .answer_stream import Document, RequestError
 from .body import SCOPE, check_body, read_arguments, shortened
 from .client_session import ClientSession, Piece, Reply
-from .completions import chat_request, event_text, model_name
+from .completions import asked_draft_usage, chat_request, event_text, model_name
 from .prompt import as_request_errors, encoded, with_one_system
 
 ATTRIBUTION = "x-anthropic-billing-header:"
@@ -270,6 +270,7 @@ def _usage(session: ClientSession) -> Document:
         "cache_read_input_tokens": session.num_cached,
         "cache_creation_input_tokens": 0,
         "output_tokens": session.num_generated,
+        **asked_draft_usage(session),
     }
 
 

@@ -182,6 +182,12 @@ def draft_usage(sessions: Sequence[ClientSession]) -> Document:
     }
 
 
+def asked_draft_usage(session: ClientSession) -> Document:
+    """Draft statistics of one answer, if the server was started with --usage-stats."""
+    is_asked = session.generator.model_provider.cli_args.usage_stats
+    return draft_usage([session]) if is_asked else {}
+
+
 def model_name(reply: Reply, body: Document) -> str:
     """Return the name of the model that answers. Raises RequestError if it is not served.
 

@@ -17,7 +17,7 @@ from ..system.progress import silent
 from .answer_stream import Document, RequestError
 from .body import SCOPE, PairArguments, check_body, read_arguments, shortened
 from .client_session import ClientSession, Reply
-from .completions import chat_request, event_text, logprob_of, model_name
+from .completions import asked_draft_usage, chat_request, event_text, logprob_of, model_name
 from .prompt import as_request_errors, with_one_system, without_oldest
 
 SAME = (
@@ -436,4 +436,5 @@ def _usage(session: ClientSession, num_reasoning: int) -> Document:
         "output_tokens": num_generated,
         "output_tokens_details": {"reasoning_tokens": num_reasoning},
         "total_tokens": num_prompt + num_generated,
+        **asked_draft_usage(session),
     }

@@ -11,7 +11,7 @@ import pytest
 from automaton import write_automaton
 from grids import thorough
 from openai.types import Completion
-from serving import ENDLESS, ours
+from serving import ENDLESS, ask_json, ours
 from test_server_drafted import metrics_of
 from test_server_sharing import ask_all
 from test_server_tools import calls_of, streamed
@@ -441,3 +441,23 @@ def test_logprobs_are_those_of_plain_decoding(copying):
             assert one["logprob"] == pytest.approx(other["logprob"], abs=1e-3)
             tops = [{top["id"] for top in row["top_logprobs"]} for row in (one, other)]
             assert tops[0] == tops[1]
+
+
+@pytest.mark.parametrize(
+    "path, body",
+    [
+        ("/v1/responses", {"input": "Say a b c, a b c"}),
+        (
+            "/v1/messages",
+            {"messages": [{"role": "user", "content": "Say a b c"}], "max_tokens": 9},
+        ),
+    ],
+)
+def test_every_api_reports_what_was_drafted_where_it_is_asked_to(flags, path, body):
+    usages = []
+    for given in (flags, [flag for flag in flags if flag != "--usage-stats"]):
+        with ours(*given) as asked:
+            _, answer = ask_json(asked, path, body)
+            usages.append(answer["usage"])
+    assert usages[0].keys() - usages[1].keys() == {*COUNTS, "mean_acceptance_length"}
+    assert usages[0]["copied_tokens"] <= usages[0]["drafted_tokens"]
