@@ -40,7 +40,7 @@ TOP_LEVEL = {
 }
 NAMES = ("generate", "chat", "server", "convert", "bench", "train", "doctor")
 COMMANDS = [f"mlx_eagle.{name}" for name in NAMES]
-SHIPPED = [".py", ".typed", ".jsonl", ".json", ".safetensors", ".html", ".css", ".js"]
+SHIPPED = [".py", ".typed", ".jsonl", ".json", ".safetensors", ".html", ".css", ".js", ".mplstyle"]
 BUILD_SDIST = "import sys; from hatchling.build import build_sdist as b; b(sys.argv[1])"
 
 
@@ -104,8 +104,8 @@ def expected_files(checkout: Path) -> set[str]:
     found = set()
     for folder, name in [("mlx_eagle", ""), ("convert", "convert/"), ("bench", "bench/")]:
         for path in (checkout / folder).rglob("*"):
-            licence = path.suffix == ".md" and path.parent.name == "prompts"
-            if licence or path.suffix in SHIPPED:
+            is_page = path.parent.name == "prompts" or path.name == "method.md"
+            if path.suffix in SHIPPED or (path.suffix == ".md" and is_page):
                 found.add(f"mlx_eagle/{name}{path.relative_to(checkout / folder)}")
     return found
 
