@@ -63,7 +63,9 @@ def copying(flags):
         yield asked
 
 
-@pytest.fixture(scope="module", params=["words", "head"])
+@pytest.fixture(
+    scope="module", params=["words", pytest.param("head", marks=pytest.mark.exhaustive)]
+)
 def talking(request, flags, pair) -> tuple[str, ...]:
     """The flags of that pair, and of one whose target heeds each token and its place."""
     head = ("--model", pair["target"], "--draft-model", pair["head"] + "+lookup")
