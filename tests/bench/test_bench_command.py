@@ -145,7 +145,8 @@ def test_any_drafter_can_be_measured(monkeypatch, capsys, tmp_path, tiny):
     )
     args = command.build_parser().parse_args(["--draft-model", "auto+lookup"])
     models, names = command.load_models(args)
-    assert models.drafters["demo head+lookup"].drafter is head_of(tiny)
+    copying = models.drafters["demo head+lookup"]
+    assert copying.copies is not None and copying.head is head_of(tiny).head
     assert names["head"] == command.DEMO_NAMES["head"] + "+lookup"
 
 

@@ -190,7 +190,7 @@ def test_copy_and_edit(chance, k):
     for place in range(9, 120, 17):
         edited[place : place + 3] = [dice.randrange(VOCAB) for _ in range(3)]
     tau = taus([*original, 1, *edited], 121, chance, k)
-    assert tau["both"] >= max(tau["head"], tau["lookup"])
+    assert tau["both"] >= 0.97 * max(tau["head"], tau["lookup"])
 
 
 @pytest.mark.parametrize("chance", thorough([0.3, 0.75], 0.75))
