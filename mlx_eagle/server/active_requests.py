@@ -190,7 +190,7 @@ class RequestFactory:
         drafter = self._provider.draft_model
         source = None if drafter is None else drafter.copies
         if source is not None and source.answers is not None and active.args.is_stored:
-            source.answers.add(active.args.scope, active.request.tokens)
+            source.answers.add(active.args.scope, active.answer.tokens)
 
 
 def make_sampler(args: PairArguments, tokenizer: TokenizerWrapper) -> Sampler | None:
