@@ -34,9 +34,6 @@ MOST_LEVELS, MOST_FILES, MOST_LINES, MOST_COLUMNS, LONGEST_FUNCTION = 8, 9, 600,
 MOST_BEHIND_THE_LOOP = 21  # modules, the loop itself among them
 MOST_LINES_BEHIND_THE_LOOP = 6_200
 
-NOT_YET: tuple[str, ...] = ()
-"""Folders, and files beside them, that may still break the rules of ``code_rules``."""
-
 ALLOWED_STATE: dict[str, str] = {
     "decoding.round_costs._known": "later texts of a pair start from what earlier ones cost",
     "decoding.sampling._thread_draws": "threads of one process must not draw the same noise",
@@ -103,7 +100,7 @@ def test_imports_between_packages_run_downwards_over_few_levels():
     assert levels["system"] == 1 and levels["target"] < levels["drafters"] < levels["decoding"]
 
 
-@pytest.mark.xfail(reason="25 modules and 7,168 lines", strict=True)
+@pytest.mark.xfail(reason="37 modules and 8,059 lines", strict=True)
 def test_the_loop_is_understood_from_few_modules():
     found = reached(LOOP)
     assert {"mlx_eagle.decoding.decoder", "mlx_eagle.target.rollback"} <= found
@@ -271,15 +268,9 @@ def test_names_of_classes_are_said_and_never_asked():
     assert list(asked_names(ast.parse("f'a {type(cache).__name__}'"))) == []
 
 
-def has_to_keep(path: Path) -> bool:
-    """Whether neither the file nor its folder is in ``NOT_YET``."""
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return not {*parts[:2]}.intersection(NOT_YET)
-
-
 def held_files() -> list[Path]:
     files = [*MODULES.values(), *(ROOT / "tools").rglob("*.py")]
-    return [path.resolve() for path in files if has_to_keep(path.resolve())]
+    return [path.resolve() for path in files]
 
 
 @pytest.mark.parametrize("rule", ["packed", "words", "rings"])
@@ -291,14 +282,11 @@ def test_no_module_changes_after_its_import():
     found = {
         name: place for module in MODULES for name, place in code_rules.changing(module).items()
     }
-    held = [name for name, place in found.items() if has_to_keep(place.path)]
-    assert [str(found[name]) for name in held if name not in ALLOWED_STATE] == []
+    assert [str(place) for name, place in found.items() if name not in ALLOWED_STATE] == []
     assert set(ALLOWED_STATE) <= set(found)  # none that is no longer there
 
 
 def test_names_of_folders_are_true():
-    packages = {package_of(module) for module in MODULES}
-    assert set(NOT_YET) <= packages | {"tools"}
     modules = {module.partition(".")[2] for module in MODULES}
     assert [name for name in RINGS if name not in modules] == []
 
