@@ -20,7 +20,6 @@ from .seen_text import NO_MATCH, SeenText, TextMatch
 from .tree import MOST_COPIED
 
 Tokens = Sequence[int] | np.ndarray
-NOTHING = np.zeros(0, np.int32)
 
 
 class Copies:
@@ -115,7 +114,7 @@ class CopySource:
         if first is None:
             return ()
         with self._lock:
-            tokens = self._texts.get(first, NOTHING)
+            tokens: Tokens = self._texts.get(first, ())
         return tokens[: first.offset]
 
 

@@ -81,9 +81,8 @@ class EarlierAnswers:
         return sum(len(kept.text) for kept in self._scopes.values())
 
     def _drop_oldest(self) -> None:
-        held = {scope: kept for scope, kept in self._scopes.items() if kept.ranks}
-        scope = min(held, key=lambda scope: held[scope].ranks[0])
-        kept = held[scope]
+        scope = min(self._scopes, key=lambda scope: self._scopes[scope].ranks[0])
+        kept = self._scopes[scope]
         kept.text.drop_first(kept.lengths.pop(0))
         del kept.ranks[0]
         if not kept.ranks:

@@ -64,14 +64,13 @@ class SeenText:
 
     def drop_first(self, num_tokens: int) -> None:
         """Drop tokens from the front."""
-        kept = self._array[num_tokens : self._length].copy()
-        self._array = kept
-        self._length = len(kept)
+        self._array = self.tokens[num_tokens:].copy()
+        self._length = len(self._array)
 
     @property
     def end(self) -> np.ndarray:
         """The last tokens, as far as matches are compared."""
-        return self._array[max(0, self._length - LONGEST_MATCH) : self._length]
+        return self.tokens[-LONGEST_MATCH:]
 
     def match(self, size: int, end: np.ndarray | None = None) -> TextMatch:
         """Find the longest match of the text's end, or of another text's ``end``, and its copy.
@@ -94,7 +93,7 @@ class SeenText:
 
     def _copy(self, place: int, size: int, reads_on: bool) -> tuple[int, ...]:
         """Take ``size`` tokens from ``place`` on, up to a gap."""
-        copied = self._array[place : min(place + size, self._length)]
+        copied = self.tokens[place : place + size]
         if reads_on and 0 < len(copied) < size:
             copied = np.resize(copied, size)
         gaps = np.flatnonzero(copied == GAP)
