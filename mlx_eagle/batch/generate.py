@@ -21,7 +21,7 @@ from mlx_lm.generate import BatchResponse as MlxBatchResponse
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..decoding.auto import AdaptiveController, Controller, FixedController, fixed_controller
+from ..decoding.auto import Controller, FixedController
 from ..decoding.decoder import Limits
 from ..decoding.loop import speculative_generate_step
 from ..decoding.processors import is_pure
@@ -38,7 +38,7 @@ from ..decoding.setup import (
 from ..decoding.stats import Stats
 from ..drafters.base import Drafter, NullDrafter
 from ..drafters.copies import Tokens
-from ..drafters.tree import COPIES, PLAIN, chains_for
+from ..drafters.tree import PLAIN
 from ..generate import is_drafter
 from ..target.kernels import KernelOptions
 from .requests import (
@@ -50,7 +50,7 @@ from .requests import (
     reason_not_batchable,
     restore_caches,
 )
-from .rounds import Batch
+from .rounds import Batch, shared_controller
 
 
 class RequestStats(list[Stats], BatchStats):  # type: ignore[misc]  # both have __iadd__
@@ -418,20 +418,13 @@ def _make_controller(
 
     Its drafting is off where no draft could ever be faster.
     """
-    copies = draft_model.copies is not None
-    if not isinstance(options.num_draft_tokens, str):
-        has_drafts = draft_model.longest_draft != 0
-        fixed = fixed_controller(options.num_draft_tokens, has_drafts, copies)
-        return fixed, KernelOptions()
     rule = make_rule(options.acceptance, options.sampler)
-    costs = costs_of(model, draft_model, rule)
-    controller = AdaptiveController(
-        costs,
-        chains_for(draft_model.longest_draft),
-        len(requests),
-        copies=COPIES if copies else (),
+    controller = shared_controller(
+        model, draft_model, rule, options.num_draft_tokens, len(requests)
     )
-    return controller, costs.options or KernelOptions()
+    if not isinstance(options.num_draft_tokens, str):
+        return controller, KernelOptions()
+    return controller, costs_of(model, draft_model, rule).options or KernelOptions()
 
 
 def _say_what_is_shared(draft_model: Drafter, options: Options, reason: str | None) -> None:

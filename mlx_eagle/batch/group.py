@@ -12,19 +12,16 @@ import mlx.nn as nn
 
 from ..decoding.accept import TokenLogprobs
 from ..decoding.auto import (
-    AdaptiveController,
     Controller,
     DraftingEvent,
     FixedController,
-    fixed_controller,
 )
 from ..decoding.decoder import Decoder, Round
 from ..decoding.loop import CLEAR_CACHE_EVERY, Pipeline, SingleRunner, make_controller
-from ..decoding.round_costs import costs_of
 from ..drafters.base import Drafter, NullDrafter
-from ..drafters.tree import COPIES, PLAIN, Tree, chains_for
+from ..drafters.tree import PLAIN, Tree
 from .requests import Request, SharedRound
-from .rounds import Batch
+from .rounds import Batch, shared_controller
 
 
 @dataclass(frozen=True)
@@ -297,22 +294,18 @@ class Group:
     def _share(self, decoders: Sequence[Decoder]) -> SharedRunner:
         """Make the runner of shared rounds for these requests, which have yet to join."""
         drafter = self._draft_model
-        copies = drafter.copies is not None
         is_plain = any(decoder.discards_features for decoder in decoders)
-        controller: Controller = FixedController(PLAIN, drafting_off=True)
-        if not self._drafts_together:
-            pass  # the drafter sees what it will need
-        elif is_plain and not copies:
-            pass
-        elif isinstance(self._num_draft_tokens, str):  # auto
-            costs = costs_of(self._model, drafter, decoders[0].rule)
-            drafts = () if is_plain else chains_for(drafter.longest_draft)
-            controller = AdaptiveController(
-                costs, drafts, len(decoders), copies=COPIES if copies else ()
-            )
+        if not self._drafts_together or (is_plain and drafter.copies is None):
+            controller: Controller = FixedController(PLAIN, drafting_off=True)
         else:
-            has_drafts = not is_plain and drafter.longest_draft != 0
-            controller = fixed_controller(self._num_draft_tokens, has_drafts, copies)
+            controller = shared_controller(
+                self._model,
+                drafter,
+                decoders[0].rule,
+                self._num_draft_tokens,
+                len(decoders),
+                drafts=not is_plain,
+            )
         if is_plain:
             drafter = NullDrafter()
         batch = Batch(

@@ -137,8 +137,7 @@ def first_token(request: Request) -> Round:
     first = request.decoder.launch_first()
     first.run = first.read().run
     request.decoder.commit(first, 1)
-    if request.decoder.copies is not None:
-        request.decoder.copies.read(first.run)
+    request.decoder.see(first.run)
     first.num_taken = 1
     request.stats.end_prefill()
     request.tokens += first.run

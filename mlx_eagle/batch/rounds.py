@@ -14,15 +14,16 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
 from ..decoding.accept import AskedLogprobs, RowsInTurn, log_softmax
-from ..decoding.auto import Controller
+from ..decoding.auto import AdaptiveController, Controller, fixed_controller
 from ..decoding.decoder import MOST_BEHIND
 from ..decoding.loop import MOST_FORCED, Pipeline
 from ..decoding.processors import ask_grammars
+from ..decoding.round_costs import costs_of
 from ..drafters.acceptance_stats import CopySeen
 from ..drafters.base import Draft, Drafter, PendingPairs
 from ..drafters.batch_drafter import make_batch_drafter
 from ..drafters.seen_text import TextMatch
-from ..drafters.tree import PLAIN, DraftPlan, DraftShape
+from ..drafters.tree import PLAIN, DraftPlan, DraftShape, chains_for
 from ..system.device import fused_rows
 from ..target.cache_view import close_windows
 from ..target.kernels import KernelOptions
@@ -34,6 +35,23 @@ from .acceptance import BatchChoice, BatchRule, BatchVerification
 from .requests import Request, SharedRound
 
 LEAST_FORCED = 3  # tokens of a grammar that a text begins with, in however large a batch
+
+
+def shared_controller(
+    model: nn.Module,
+    drafter: Drafter,
+    rule: object,
+    num_draft_tokens: int | str,
+    num_requests: int,
+    drafts: bool = True,
+) -> Controller:
+    """Make the controller of rounds that ``num_requests`` share; without ``drafts`` it copies."""
+    copies = drafter.copies is not None
+    if isinstance(num_draft_tokens, str):  # auto
+        chains = chains_for(drafter.longest_draft) if drafts else ()
+        costs = costs_of(model, drafter, rule)
+        return AdaptiveController(costs, chains, num_requests, copies=copies)
+    return fixed_controller(num_draft_tokens, drafts and drafter.longest_draft != 0, copies)
 
 
 class Batch:
@@ -140,14 +158,7 @@ class Batch:
 
     def _shapes(self, plan: DraftPlan) -> list[DraftShape]:
         """The shape of the plan for each request, by the end of its text."""
-        found = []
-        for request in self.requests:
-            copies = request.decoder.copies
-            if copies is None or not plan.by_match:
-                found.append(plan.shape)
-            else:
-                found.append(plan.behind(copies.match.length, copies.match.is_answer))
-        return found
+        return [request.decoder.choose(plan) for request in self.requests]
 
     def _room(self, shapes: Sequence[DraftShape]) -> list[int]:
         """Number of levels of each request's shape that its limits allow to be kept."""
@@ -165,17 +176,21 @@ class Batch:
         shapes = self._shapes(plan)
         room = self._room(shapes)
         forced = self._forced()
-        copied = self._copied(shapes, room, forced)
+        copied = [
+            request.decoder.copy(min(shape.copy, size), first)
+            for request, shape, size, first in zip(
+                self.requests, shapes, room, forced, strict=True
+            )
+        ]
         known = [own or first for own, first in zip(copied, forced, strict=True)]
         # A copy is all that its request has in the pass.
-        room = [len(own) or size for own, size in zip(copied, room, strict=True)]
-        is_asked = [
-            shape.size > 0 and size > len(first) and not own
-            for shape, size, first, own in zip(shapes, room, forced, copied, strict=True)
-        ]
         room = [
-            size if shape.size > 0 or own else 0
+            len(own) if shape.copy else size
             for shape, size, own in zip(shapes, room, copied, strict=True)
+        ]
+        is_asked = [
+            shape.size > 0 and size > len(first)
+            for shape, size, first in zip(shapes, room, forced, strict=True)
         ]
         choice = self._rule.open(positions, room, known)
         drafts, lengths = self._draft(max(room), choice, known, is_asked)
@@ -185,7 +200,7 @@ class Batch:
         tokens = mx.concatenate([self._roots, drafts], axis=1)
         logits, features = self._verify(tokens)
         verification, logits = self._accept(choice, drafts, num_drafted, logits)
-        is_drafted = any(is_asked) or any(map(_is_only_forced, forced, copied))
+        is_forced = any(first and not own for first, own in zip(forced, copied, strict=True))
         shape = PLAIN._replace(copy=max(map(len, copied)))
         launched = SharedRound(
             list(self.requests),
@@ -199,24 +214,13 @@ class Batch:
             list(map(len, forced)),
             self._asked_logprobs(logits, verification.following),
         )
-        if absorb or is_drafted:
+        if absorb or any(is_asked) or is_forced:
             rows = [length + 1 for length in lengths]
             self._flush_pairs()
             self._drafts.extend(verification.following, features, verification.num_kept, rows)
             launched.absorbed = True
         mx.async_eval(launched.pending, self._drafts.pending())
         return launched
-
-    def _copied(
-        self, shapes: list[DraftShape], room: list[int], forced: list[list[int]]
-    ) -> list[list[int]]:
-        """Copied tokens of each request that copies; they begin with what a grammar forces."""
-        copied: list[list[int]] = []
-        for request, shape, size, first in zip(self.requests, shapes, room, forced, strict=True):
-            copies = request.decoder.copies
-            found = copies.tokens(min(shape.copy, size)) if copies is not None else []
-            copied.append(found if found[: len(first)] == first else [])
-        return copied
 
     def _asked_logprobs(self, logits: mx.array, following: mx.array) -> AskedLogprobs | None:
         """Log-probabilities for all, as many as any request asks for; None if none asks."""
@@ -297,8 +301,9 @@ class Batch:
             roots = mx.array([run[-1:] for run in done.runs], mx.int32)
             self._commit(done, lengths, roots)
         for b, (request, run) in enumerate(zip(done.requests, done.runs, strict=True)):
-            if request.decoder.copies is not None:
-                done.copies_seen.append(request.decoder.copies.read(run))
+            seen = request.decoder.see(run)
+            if seen is not None:
+                done.copies_seen.append(seen)
             if request.cancelled:
                 request.tokens_after_leave += run
                 continue
@@ -452,8 +457,3 @@ class Batch:
                     in_turn[b].logits if b in in_turn else row for b, row in enumerate(rows)
                 ]
                 return verification, mx.stack(processed)
-
-
-def _is_only_forced(forced: list[int], copied: list[int]) -> bool:
-    """Whether a request's draft is what a grammar forces."""
-    return bool(forced) and not copied

@@ -30,6 +30,7 @@ from ..drafters.acceptance_stats import Acceptance, CopyAcceptance, CopySeen, ex
 from ..drafters.seen_text import TextMatch
 from ..drafters.tree import (
     CHAINS,
+    COPIES,
     LEAST_MATCHES,
     MOST_COPIED,
     PLAIN,
@@ -154,11 +155,11 @@ class AdaptiveController:
         num_requests: int = 1,
         can_draw: Callable[[], bool] = lambda: True,
         trial: OptionTrial | None = None,
-        copies: Sequence[DraftShape] = (),
+        copies: bool = False,
     ):
         """``can_draw``: whether the trees among ``shapes`` can be; asked before the first one.
 
-        ``copies`` are the copies to choose among.
+        ``copies``: whether copies of the text are among the shapes to choose from.
         """
         self.drafting_off = self.never_pays = False  # the latter: whatever is accepted
         self.events: list[DraftingEvent] = []
@@ -167,7 +168,7 @@ class AdaptiveController:
         self._resized = num_requests
         costs.begin()
         self._shapes = [shape for shape in shapes if shape not in costs.failed]
-        self._copies = [shape for shape in copies if shape not in costs.failed]
+        self._copies = [shape for shape in COPIES if copies and shape not in costs.failed]
         self._copied = CopyAcceptance(costs.copies)
         self._has_answers = False  # whether another answer has matched
         self._tried_copies: dict[DraftShape, float] = {}  # planned to be tried, beside what gain
@@ -305,9 +306,9 @@ class AdaptiveController:
         self._has_answers = self._has_answers or any(seen.is_answer for seen in copies)
         if shape != PLAIN and shape not in (*self._shapes, *self._copies):
             return  # cut to what was left of the text
-        if kept and shape.copy:
-            self._count_copy(shape, kept)
-        elif kept:
+        if kept and shape in self._tried_copies:
+            self._count_try(shape, (sum(kept) / len(kept) + 1) / self._tried_copies[shape])
+        elif kept and not shape.copy:
             self._learn(shape, kept, ranks)
         self._costs.record(self._num_requests, shape, seconds)
         is_drafted = shape.size > 0
@@ -355,8 +356,7 @@ class AdaptiveController:
         num_tokens = sum(kept) / len(kept) + 1
         best, gain = self._best(self._drafted)
         if shape != best:
-            tries, worth = self._tries.get(shape, (0, 0.0))
-            self._tries[shape] = tries + 1, worth + num_tokens / max(gain, 1.0)
+            self._count_try(shape, num_tokens / max(gain, 1.0))
         self._accepted.learn(shape, kept, ranks)
         self._costs.acceptance.learn(shape, kept, ranks, PAIR_MEMORY)
         counted = num_tokens if best in (shape, PLAIN) else self._cost(shape)
@@ -364,12 +364,10 @@ class AdaptiveController:
         if self._lost() <= 0:
             self._rounds.clear()
 
-    def _count_copy(self, shape: DraftShape, kept: Sequence[int]) -> None:
-        """Count a copy that was a try, and what it was worth."""
-        gain = self._tried_copies.get(shape)
-        if gain is not None:
-            tries, worth = self._tries.get(shape, (0, 0.0))
-            self._tries[shape] = tries + 1, worth + (sum(kept) / len(kept) + 1) / gain
+    def _count_try(self, shape: DraftShape, worth: float) -> None:
+        """Count a round that was a try, ``worth`` that many plain steps."""
+        tries, before = self._tries.get(shape, (0, 0.0))
+        self._tries[shape] = tries + 1, before + worth
 
     @property
     def _drafted(self) -> dict[DraftShape, float]:

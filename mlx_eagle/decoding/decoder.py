@@ -15,7 +15,7 @@ import mlx.core as mx
 from ..drafters.acceptance_stats import CopySeen
 from ..drafters.base import Draft, Drafter, PendingPairs
 from ..drafters.copies import Copies
-from ..drafters.tree import PLAIN, DraftShape
+from ..drafters.tree import PLAIN, DraftPlan, DraftShape
 from ..system.device import this_machine
 from ..target.cache_view import CacheView, close_windows, open_windows
 from ..target.kernels import KernelOptions
@@ -76,7 +76,6 @@ class Round:
     absorbed: bool = False  # by the drafter; otherwise kept until it catches up
     committed: bool = False
     is_forced: bool = False  # the draft begins with what a grammar forces
-    is_copied: bool = False  # the draft was copied from the text
     copy_seen: CopySeen | None = None  # once read: what a copy in its place would have come to
     _outcome: Outcome | None = None
     run: list[int] = field(default_factory=list)  # the tokens emitted, once read and committed
@@ -85,6 +84,11 @@ class Round:
     @property
     def num_drafted(self) -> int:
         return len(self.draft)
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether the draft was copied from the text."""
+        return self.shape.copy > 0
 
     def read(self) -> Outcome:
         """Wait for the device: what stays of the draft, and what follows."""
@@ -107,9 +111,7 @@ class Round:
         """
         if self.is_forced or self.shape.is_plain:
             return None
-        if self.is_copied:
-            return self.shape._replace(copy=self.num_drafted)
-        if self.shape.tree is not None:
+        if self.is_copied or self.shape.tree is not None:
             return self.shape
         return self.shape._replace(size=max(self.num_drafted, 1))
 
@@ -333,7 +335,7 @@ class Decoder:
         shape = self._verifiable(shape)
         most_forced = 0 if self.discards_features else most_forced
         forced = self.processors.forced(self.quantization.fit(most_forced, self.cache))
-        copied = self._copy(shape.copy, forced)
+        copied = self.copy(shape.copy, forced)
         if shape.copy:
             shape = PLAIN._replace(copy=len(copied))
         is_drafted = shape.size > 0 or (bool(forced) and not copied)
@@ -370,8 +372,7 @@ class Decoder:
                 features = features[verification.rows]
             launched = Round(
                 self.num_emitted, shape, draft, verification, features, before_pass,
-                before_draft, self.num_head_forwards,
-                is_forced=bool(forced), is_copied=bool(copied),
+                before_draft, self.num_head_forwards, is_forced=bool(forced),
             )  # fmt: skip
             mx.async_eval(verification.pending)
             if absorb:
@@ -386,7 +387,17 @@ class Decoder:
             return PLAIN
         return shape.at_most(self.quantization.fit(shape.num_levels, self.cache))
 
-    def _copy(self, size: int, forced: list[int]) -> list[int]:
+    def choose(self, plan: DraftPlan) -> DraftShape:
+        """The shape of ``plan`` for the text as it was read."""
+        if self.copies is None or not plan.by_match:
+            return plan.shape
+        return plan.behind(self.copies.match.length, self.copies.match.is_answer)
+
+    def see(self, run: list[int]) -> CopySeen | None:
+        """Let copies see the tokens of a round; says what a copy in its place has come to."""
+        return None if self.copies is None else self.copies.read(run)
+
+    def copy(self, size: int, forced: list[int]) -> list[int]:
         """Copy at most ``size`` tokens; none unless they begin with what is ``forced``."""
         if self.copies is None or size == 0:
             return []

@@ -25,7 +25,7 @@ from ..drafters.acceptance_stats import CopySeen
 from ..drafters.base import Drafter
 from ..drafters.copies import Copies, Tokens
 from ..drafters.seen_text import TextMatch
-from ..drafters.tree import COPIES, PLAIN, DraftPlan, DraftShape, Tree, chains_for
+from ..drafters.tree import PLAIN, DraftPlan, DraftShape, Tree, chains_for
 from ..system.progress import Progress, silent
 from ..target.cache_view import close_windows
 from ..target.kernels import KernelOptions, OptionTrial
@@ -250,11 +250,7 @@ class SingleRunner:
         return ()
 
     def choose(self, plan: DraftPlan) -> DraftShape:
-        copies = self.decoder.copies
-        shape = plan.shape
-        if copies is not None and plan.by_match:
-            shape = plan.behind(copies.match.length, copies.match.is_answer)
-        return self.limits.at_most(shape, self.num_tokens)
+        return self.limits.at_most(self.decoder.choose(plan), self.num_tokens)
 
     def launch(self, plan: DraftPlan) -> Round:
         most_forced = self.limits.at_most(DraftShape(MOST_FORCED), self.num_tokens).size
@@ -283,8 +279,7 @@ class SingleRunner:
         if not done.committed:
             self.decoder.commit(done, len(run))
         done.run = run
-        if self.decoder.copies is not None:
-            done.copy_seen = self.decoder.copies.read(run)
+        done.copy_seen = self.decoder.see(run)
         self._has_ended = self.limits.end(run[-1]) or not self.limits.has_room_after(
             done.position + len(run)
         )
@@ -470,7 +465,7 @@ def make_controller(
         drafts + (drawable_trees(decoder) if drafts else ()),
         can_draw=partial(verifies_trees, decoder),
         trial=trial,
-        copies=COPIES if copies else (),
+        copies=copies,
     )
     stats.drafting_events = controller.events
     decoder.discards_features |= controller.never_pays

@@ -25,7 +25,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import mlx_eagle
 from mlx_eagle.batch import generate as batch
-from mlx_eagle.batch import requests
+from mlx_eagle.batch import requests, rounds
 from mlx_eagle.batch.rounds import Batch
 from mlx_eagle.decoding.auto import OFF, ON
 from mlx_eagle.decoding.sampling import Sampling
@@ -321,7 +321,8 @@ def steep(shape: DraftShape, num_requests: int) -> float:
 
 def at_costs(monkeypatch, cost):
     """What rounds cost, whatever this machine thinks."""
-    monkeypatch.setattr(batch, "costs_of", lambda *_: SettledCosts(cost))
+    for module in (batch, rounds):
+        monkeypatch.setattr(module, "costs_of", lambda *_: SettledCosts(cost))
 
 
 def auto(model, drafter, **kwargs):
@@ -369,7 +370,7 @@ def test_drafting_goes_off_and_on_again_when_requests_have_ended(model, scripted
 def test_plain_rounds_among_drafted_ones(model, scripted, monkeypatch, make, sizes):
     """Texts and caches are those of plain decoding, however often the head is left behind."""
     at_costs(monkeypatch, FLAT)
-    monkeypatch.setattr(batch, "AdaptiveController", lambda *_, **__: ScriptedController(sizes))
+    monkeypatch.setattr(rounds, "AdaptiveController", lambda *_, **__: ScriptedController(sizes))
     drafter = {
         "head": lambda: tiny_head(model),
         "lagging head": lambda: tiny_head(model).with_draft_cache("lagging"),
@@ -393,7 +394,7 @@ def test_plain_rounds_among_drafted_ones(model, scripted, monkeypatch, make, siz
 def test_stop_tokens_while_drafting_is_off(model, monkeypatch):
     """Found when the next step is under way; the caches are as if it had not been."""
     at_costs(monkeypatch, FLAT)
-    monkeypatch.setattr(batch, "AdaptiveController", lambda *_, **__: ScriptedController([0]))
+    monkeypatch.setattr(rounds, "AdaptiveController", lambda *_, **__: ScriptedController([0]))
     text = plain(model, PROMPTS[0], 12)
     monkeypatch.setattr(TOKENIZER, "_eos_token_ids", {text[-1]})
     response = auto(model, tiny_head(model), return_prompt_caches=True)
@@ -414,7 +415,7 @@ def test_stop_tokens_while_drafting_is_off(model, monkeypatch):
 def test_plain_rounds_are_pipelined_single_rows(monkeypatch):
     model = MODELS["llama"]()
     at_costs(monkeypatch, FLAT)
-    monkeypatch.setattr(batch, "AdaptiveController", lambda *_, **__: ScriptedController([0]))
+    monkeypatch.setattr(rounds, "AdaptiveController", lambda *_, **__: ScriptedController([0]))
     order, widths = [], []
     launch, finish = Batch.launch, Batch.finish
     monkeypatch.setattr(Batch, "launch", lambda *a: order.append("L") or launch(*a))

@@ -15,7 +15,6 @@ from test_batch import MODELS, PROMPTS, VOCAB
 from test_rounds import BY_UPDATE, MANY, Texts, started
 from tolerances import tolerance
 
-from mlx_eagle.batch import group as groups
 from mlx_eagle.batch import rounds
 from mlx_eagle.batch.group import Group
 from mlx_eagle.batch.requests import Request, reason_not_batchable, restore_caches
@@ -280,7 +279,7 @@ def test_where_no_draft_can_pay_nothing_is_drafted(monkeypatch):
     model = MODELS["llama"]()
     drafter = tiny_head(model)
     hopeless = SettledCosts(curve(lambda k: 100.0))
-    for module in (loop, groups):
+    for module in (loop, rounds):
         monkeypatch.setattr(module, "costs_of", lambda *_: hopeless)
     group = Group(model, drafter, generation_stream, "auto")
     first, second = (started(model, drafter, MANY[b], 20) for b in (0, 1))

@@ -25,7 +25,7 @@ from mlx_eagle.drafters.copies import Copies
 from mlx_eagle.drafters.lookup import LookupDrafter
 from mlx_eagle.drafters.model_drafter import ModelDrafter
 from mlx_eagle.drafters.seen_text import SeenText, TextMatch
-from mlx_eagle.drafters.tree import CHAINS, COPIES, LEAST_MATCHES, PLAIN, DraftShape
+from mlx_eagle.drafters.tree import CHAINS, LEAST_MATCHES, PLAIN, DraftShape
 
 NUM_CACHES = len(LLAMA.layers)
 
@@ -150,7 +150,7 @@ def test_with_a_fixed_length_the_more_promising_comes(k):
 
 def test_a_first_match_in_an_answer_is_only_watched():
     costs = SettledCosts(CHEAP)
-    controller = AdaptiveController(costs, (), copies=COPIES)
+    controller = AdaptiveController(costs, (), copies=True)
     assert controller.next_plan(0).behind(20, is_answer=True) == PLAIN
     controller.record(PLAIN, (), None, (), [CopySeen(20, 31, 31, is_answer=True)])
     assert controller.next_plan(1).behind(20, is_answer=True).copy > 0
@@ -561,7 +561,7 @@ class Repeating(Machine):
 
 def most_used(cost, alpha: float, length: int, sure: float, chains=CHAINS) -> DraftShape:
     machine = Repeating(cost, alpha, length, sure)
-    machine.write(AdaptiveController(SettledCosts(cost), chains, copies=COPIES), 1500)
+    machine.write(AdaptiveController(SettledCosts(cost), chains, copies=True), 1500)
     late = machine.shapes[len(machine.shapes) // 2 :]
     return max(set(late), key=late.count)
 
@@ -588,7 +588,7 @@ def test_a_head_that_never_pays_is_off_while_long_matches_are_copied():
     def cost(shape: DraftShape, num: int) -> float:
         return CHEAP(shape, num) + (9.0 if shape.size else 0.0)
 
-    controller = AdaptiveController(SettledCosts(cost), CHAINS, copies=COPIES)
+    controller = AdaptiveController(SettledCosts(cost), CHAINS, copies=True)
     assert controller.never_pays
     machine = Repeating(cost, 0.8, 20, 0.97)
     machine.write(controller, 600)
@@ -599,7 +599,7 @@ def test_a_head_that_never_pays_is_off_while_long_matches_are_copied():
 
 def test_what_copies_accept_is_not_taken_for_the_drafts():
     costs = SettledCosts(CHEAP)
-    controller = AdaptiveController(costs, CHAINS, copies=COPIES)
+    controller = AdaptiveController(costs, CHAINS, copies=True)
     before = list(costs.acceptance.places)
     Repeating(CHEAP, 0.1, 20, 0.99).write(controller, 400)
     copied = [p for p, q in zip(costs.acceptance.places, before, strict=True) if p > q + 0.05]
@@ -610,11 +610,11 @@ def test_what_copies_accept_is_not_taken_for_the_drafts():
 def test_drafts_after_copies_are_as_long_as_they_would_be_without():
     """A chat in the process where files were edited: the same lengths as in a fresh one."""
     fresh, after = SettledCosts(FLAT), SettledCosts(FLAT)
-    Repeating(FLAT, 0.4, 20, 0.99).write(AdaptiveController(after, (), copies=COPIES), 600)
+    Repeating(FLAT, 0.4, 20, 0.99).write(AdaptiveController(after, (), copies=True), 600)
     used = []
     for costs in (fresh, after):
         machine = Machine(FLAT, lambda n: 0.4, 3)
-        machine.write(AdaptiveController(costs, CHAINS, copies=COPIES), 400)
+        machine.write(AdaptiveController(costs, CHAINS, copies=True), 400)
         used.append(machine.shapes)
     assert used[0] == used[1]
 
@@ -634,7 +634,7 @@ def test_costs_of_copies_have_keys_of_their_own():
 
 def test_one_length_for_all_of_a_batch():
     """Long matches in most requests: a copy for them, and the head's drafts for the rest."""
-    controller = AdaptiveController(SettledCosts(CHEAP), CHAINS, 4, copies=COPIES)
+    controller = AdaptiveController(SettledCosts(CHEAP), CHAINS, 4, copies=True)
     controller.record(DraftShape(3), [1] * 4, None, (), [CopySeen(20, 31, 31)] * 60)
     matches = [TextMatch(20, (1,) * 32)] * 3 + [TextMatch()]
     plan = controller.next_plan(0, matches)
