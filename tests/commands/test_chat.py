@@ -265,3 +265,26 @@ def test_into_a_pipe_go_the_answers_alone(monkeypatch, capsys):
     assert out.startswith(texts[0] + "".join(texts)) and err == ""
     assert out.removeprefix(texts[0] + "".join(texts)).startswith("/help: ")
     assert "\x1b" not in out and set(asked) == {()}
+
+
+def test_a_turn_copies_from_the_turns_before(monkeypatch):
+    """Copies begin with all that the caches hold, question and answer, and then the question."""
+    begun = []
+    drafter = DRAFTER.with_copies()
+    begin = drafter.copies.begin
+
+    def noting(known, prompt, *scope):
+        begun.append((list(known), list(prompt)))
+        return begin(known, prompt, *scope)
+
+    monkeypatch.setattr(drafter.copies, "begin", noting)
+    talk, told = conversation(drafter), []
+    for question in ("Hello", "And then?", "More"):
+        answer = [response.token for response in talk.answer(question)]
+        told += [*begun[-1][1], *answer]
+        assert told[: len(begun[-1][0])] == begun[-1][0]
+    assert [len(known) for known, _ in begun] == sorted({len(known) for known, _ in begun})
+    assert len(begun[-1][0]) == len(told) - len(begun[-1][1]) - len(answer)
+    talk.forget()
+    list(talk.answer("Hello"))
+    assert begun[-1][0] == []

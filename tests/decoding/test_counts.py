@@ -9,6 +9,7 @@ from graph import fused, graph_of_a_round, primitives
 from helpers import (
     PROMPT,
     SCRIPTS,
+    VOCAB,
     ScriptedDrafter,
     num_primitives,
     plain,
@@ -250,3 +251,13 @@ def test_positions_that_no_round_reached_have_no_acceptance():
     stats = Stats(num_rounds=4, accepted_histogram=[1, 3], drafted_by_position=[4, 4, 4])
     assert stats.acceptance_words == "0.75 0.00"
     assert Stats().acceptance_words == "-"
+
+
+def test_the_graph_of_a_copied_round_does_not_grow_with_the_copy():
+    """And it is smaller than a drafted one's: the head has no part in it."""
+    model = tiny_llama()
+    prompt = [*range(VOCAB)] * 2  # whatever comes next has come before
+    copying = tiny_head(model).with_copies()
+    sizes = [graph_of_a_round(model, copying, prompt, 0, copy=n).total() for n in (3, 15, 31)]
+    assert len(set(sizes)) == 1
+    assert sizes[0] < graph_of_a_round(model, tiny_head(model), prompt, 3).total()

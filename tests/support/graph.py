@@ -18,7 +18,7 @@ from mlx_eagle.decoding.decoder import Limits
 from mlx_eagle.decoding.loop import SingleRunner
 from mlx_eagle.decoding.setup import open_decoder
 from mlx_eagle.drafters.base import Drafter
-from mlx_eagle.drafters.tree import DraftPlan, DraftShape
+from mlx_eagle.drafters.tree import LEAST_MATCHES, PLAIN, DraftPlan, DraftShape
 from mlx_eagle.target.rollback import CacheQuantization
 
 
@@ -81,21 +81,34 @@ def fused() -> Iterator[None]:
 
 
 def graph_of_a_round(
-    model: nn.Module, drafter: Drafter, prompt: list[int], k: int, sampler: Sampling | None = None
+    model: nn.Module,
+    drafter: Drafter,
+    prompt: list[int],
+    k: int,
+    sampler: Sampling | None = None,
+    copy: int = 0,
 ) -> Counter:
-    """The operations of one round after two others, fused as on a GPU; none is computed."""
+    """The operations of one round after two others, fused as on a GPU; none is computed.
+
+    A round drafts k tokens, or copies ``copy``, as it does behind any match.
+    """
     decoder = open_decoder(
         model, drafter.begin(), make_prompt_cache(model), CacheQuantization(None, 64, 0),
         mx.default_stream(mx.default_device()), sampler=sampler, logits_processors=None,
-        acceptance=None,
+        acceptance=None, copies=drafter.copies.begin((), prompt) if copy else None,
     )  # fmt: skip
     decoder.prefill(mx.array(prompt), 2048, lambda *_: None)
     generation = SingleRunner(decoder, Limits(-1, ()))
+    plan = DraftPlan(DraftShape(k))
+    if copy:
+        plan = DraftPlan(PLAIN, (PLAIN._replace(copy=copy),) * len(LEAST_MATCHES))
     generation.finish(decoder.launch_first())
     for _ in range(2):
-        generation.finish(generation.launch(DraftPlan(DraftShape(k))))
+        generation.finish(generation.launch(plan))
     mx.eval([c.state for c in decoder.cache])
     with pytest.MonkeyPatch.context() as patch, fused():
         patch.setattr(mx, "async_eval", lambda *_: None)
-        pending = generation.launch(DraftPlan(DraftShape(k))).verification.pending
+        launched = generation.launch(plan)
+        assert not copy or launched.num_drafted == copy
+        pending = launched.verification.pending
         return primitives(*pending, *(decoder.drafter.pending() if k else []))
