@@ -343,7 +343,7 @@ def test_help_says_what_was_agreed():
 
 
 PRINTING = """
-from mlx_eagle.system.marks import run_command
+from mlx_eagle.system.exit_codes import run_command
 run_command(lambda: print({printed}))
 """
 

@@ -48,7 +48,7 @@ class KeepsEverything(Reject):
 @pytest.mark.exhaustive
 def test_the_chi_square_catches_a_broken_rule(monkeypatch):
     monkeypatch.setattr(
-        "mlx_eagle.decoding.rules.make_rule", lambda acceptance, sampler: KeepsEverything(sampler)
+        "mlx_eagle.decoding.setup.make_rule", lambda acceptance, sampler: KeepsEverything(sampler)
     )
     statistic, _ = pair_chi_square("reject", num_runs=300)
     assert statistic > QUANTILE_24

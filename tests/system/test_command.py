@@ -18,7 +18,7 @@ if [ -e listening ]; then echo >> sent; kill -INT $(cat listening); fi
 SCRIPT = """
 import os
 import mlx.core as mx
-from mlx_eagle.system.marks import StopSignals
+from mlx_eagle.system.stop_signals import StopSignals
 
 mx.set_default_device(mx.cpu)
 with {listening} as stop:
