@@ -16,7 +16,7 @@ from mlx_lm.generate import GenerationResponse as MlxGenerationResponse
 from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from .decoding.loop import speculative_generate_step
+from .decoding.generate_step import speculative_generate_step
 from .decoding.stats import Stats
 from .drafters.base import Drafter
 

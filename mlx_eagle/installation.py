@@ -23,7 +23,7 @@ import mlx_lm
 from mlx_lm.generate import GenerationResponse, generation_stream
 
 from .batch.generate import batch_generate
-from .decoding.loop import speculative_generate_step
+from .decoding.generate_step import speculative_generate_step
 from .decoding.setup import AUTO
 from .decoding.stats import Stats
 from .draft_models import LOOKUP, open_drafter, split_name

@@ -1,7 +1,7 @@
 """Public names of the package, imported when one of them is first asked for."""
 
 from .batch.generate import BatchResponse, batch_generate
-from .decoding.loop import speculative_generate_step
+from .decoding.generate_step import speculative_generate_step
 from .decoding.sampling import Sampling
 from .decoding.stats import Stats
 from .demo.pair import load_demo

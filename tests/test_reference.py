@@ -13,7 +13,7 @@ from helpers import demo_pair, plain, tiny_head, tiny_llama, tiny_qwen3
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from mlx_eagle import reference
-from mlx_eagle.decoding.loop import speculative_generate_step
+from mlx_eagle.decoding.generate_step import speculative_generate_step
 from mlx_eagle.drafters.config import Eagle3Config
 from mlx_eagle.drafters.eagle3 import Eagle3Drafter, EagleDrafter
 from mlx_eagle.reference import EagleHead, eagle_draft_forward, run_target, speculative_rounds

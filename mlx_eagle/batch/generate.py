@@ -21,9 +21,10 @@ from mlx_lm.generate import BatchResponse as MlxBatchResponse
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..decoding.auto import Controller, FixedController
+from ..decoding.auto import FixedController
 from ..decoding.decoder import Limits
-from ..decoding.loop import speculative_generate_step
+from ..decoding.generate_step import speculative_generate_step
+from ..decoding.loop import Controller
 from ..decoding.processors import is_pure
 from ..decoding.round_costs import costs_of
 from ..decoding.rules import make_rule

@@ -11,13 +11,11 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..decoding.accept import TokenLogprobs
-from ..decoding.auto import (
-    Controller,
-    DraftingEvent,
-    FixedController,
-)
+from ..decoding.auto import FixedController
 from ..decoding.decoder import Decoder, Round
-from ..decoding.loop import CLEAR_CACHE_EVERY, Pipeline, SingleRunner, make_controller
+from ..decoding.generate_step import CLEAR_CACHE_EVERY, make_controller
+from ..decoding.loop import Controller, Pipeline, SingleRunner
+from ..decoding.stats import DraftingEvent
 from ..drafters.base import Drafter, NullDrafter
 from ..drafters.tree import PLAIN, Tree
 from .requests import Request, SharedRound

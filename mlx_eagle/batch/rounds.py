@@ -14,9 +14,9 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
 from ..decoding.accept import AskedLogprobs, RowsInTurn, log_softmax
-from ..decoding.auto import AdaptiveController, Controller, fixed_controller
+from ..decoding.auto import AdaptiveController, fixed_controller
 from ..decoding.decoder import MOST_BEHIND
-from ..decoding.loop import MOST_FORCED, Pipeline
+from ..decoding.loop import MOST_FORCED, Controller, Pipeline
 from ..decoding.processors import ask_grammars
 from ..decoding.round_costs import costs_of
 from ..drafters.acceptance_stats import CopySeen

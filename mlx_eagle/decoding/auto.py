@@ -39,6 +39,7 @@ from ..drafters.tree import (
 )
 from ..target.kernels import OptionTrial
 from .round_costs import Estimate, RoundCosts
+from .stats import OFF, ON, PROBE, DraftingEvent
 
 PAIR_MEMORY = 0.995  # of what texts accepted, a round later: half is forgotten in 138
 TIMED_PLAIN = 4  # plain steps in a row to time: the first and the last are not comparable
@@ -58,20 +59,6 @@ TRYING_LOSS = 1.0  # plain steps that trying shapes may lose
 TRYING_SHARE = 0.04  # and this many more per token
 
 MOST_SHARED_ROWS = 32  # of a pass for several requests in which copies are longer than 7 tokens
-
-OFF = "drafting off"
-PROBE = "probe"
-ON = "drafting on"
-
-
-@dataclass(frozen=True)
-class DraftingEvent:
-    """Drafting was turned off, tried again or turned on again, after ``num_tokens`` tokens."""
-
-    num_tokens: int
-    what: str  # drafting off | probe | drafting on
-    reason: str
-
 
 FIXED_PRIOR = 0.5  # share of drafts accepted where none was seen, to compare copies with
 
@@ -94,10 +81,7 @@ class FixedController:
         self._drafted = Acceptance(FIXED_PRIOR, max(1, self.shape.size))
 
     def next_plan(self, num_tokens: int, matches: Sequence[TextMatch] = ()) -> DraftPlan:
-        """Choose what follows the round under way, before which ``num_tokens`` were emitted.
-
-        ``matches`` are the text matches of a batch's requests, as far as they are known.
-        """
+        """See ``Controller``."""
         if self.copy_size == 0:
             return DraftPlan(self.shape)
         return DraftPlan(self.shape, self._by_match(False), self._by_match(True))
@@ -114,11 +98,7 @@ class FixedController:
         self, shape: DraftShape, kept: Sequence[int], seconds: float | None,
         ranks: Sequence[int] = (), copies: Sequence[CopySeen] = (),
     ) -> None:  # fmt: skip
-        """Record a finished round: draft tokens kept per request, none of a plain step; seconds.
-
-        ``ranks`` are a tree's, see ``Round.ranks``. ``copies`` say what became of the copies of
-        the text in its place, made or only looked at.
-        """
+        """See ``Controller``."""
         if self.copy_size == 0:
             return
         self._copied.learn(copies)
@@ -128,11 +108,11 @@ class FixedController:
                 self._drafted.observe(shape.size, num_kept)
 
     def disable_shape(self, shape: DraftShape, error: RuntimeError) -> bool:
-        """Whether the text can go on without ``shape``, which has failed."""
+        """See ``Controller``."""
         return False
 
     def resize(self, num_requests: int) -> None:
-        """Let ``num_requests`` share rounds from now on."""
+        """See ``Controller``."""
 
 
 def fixed_controller(size: int, has_drafts: bool, copies: bool) -> FixedController:
@@ -193,7 +173,7 @@ class AdaptiveController:
             self._plain_left = math.inf
 
     def next_plan(self, num_tokens: int, matches: Sequence[TextMatch] = ()) -> DraftPlan:
-        """See ``FixedController.next_plan``."""
+        """See ``Controller``."""
         shape = self._next_shape(num_tokens)
         if not self._copies or self._is_timing:
             return DraftPlan(shape)
@@ -300,7 +280,7 @@ class AdaptiveController:
         self, shape: DraftShape, kept: Sequence[int], seconds: float | None,
         ranks: Sequence[int] = (), copies: Sequence[CopySeen] = (),
     ) -> None:  # fmt: skip
-        """See ``FixedController.record``."""
+        """See ``Controller``."""
         self._copied.learn(copies)
         self._costs.copies.learn(copies)
         self._has_answers = self._has_answers or any(seen.is_answer for seen in copies)
@@ -348,7 +328,7 @@ class AdaptiveController:
         return True
 
     def resize(self, num_requests: int) -> None:
-        """See ``FixedController.resize``; takes effect once the round in flight is recorded."""
+        """See ``Controller``; takes effect once the round in flight is recorded."""
         self._resized = num_requests
 
     def _learn(self, shape: DraftShape, kept: Sequence[int], ranks: Sequence[int]) -> None:
@@ -463,6 +443,3 @@ class AdaptiveController:
 
     def _note(self, what: str, reason: str) -> None:
         self.events.append(DraftingEvent(self._num_tokens, what, reason))
-
-
-Controller = FixedController | AdaptiveController

@@ -16,7 +16,6 @@ from ..drafters.acceptance_stats import CopySeen
 from ..drafters.base import Draft, Drafter, PendingPairs
 from ..drafters.copies import Copies
 from ..drafters.tree import PLAIN, DraftPlan, DraftShape
-from ..system.device import this_machine
 from ..target.cache_view import CacheView, close_windows, open_windows
 from ..target.kernels import KernelOptions
 from ..target.rollback import CacheQuantization, Checkpoint
@@ -232,18 +231,6 @@ class Decoder:
     def num_head_forwards(self) -> int:
         """The drafter's forward passes since prefill."""
         return self.drafter.num_forwards - self._prefill_forwards
-
-    @property
-    def kernel_options(self) -> list[str]:
-        """The names in ``KernelOptions`` of what can be done here; known once a pass was run."""
-        if this_machine().backend == "cpu":  # its kernels are alike either way
-            return []
-        found = {
-            "splits_attention": self.target.parts.matters,
-            "forces_fused": self.target.parts.falls_off,
-            "uses_overlay": self.drafter.supports_overlay,
-        }
-        return [name for name, is_possible in found.items() if is_possible]
 
     def use(self, options: KernelOptions) -> None:
         """Compute rounds by these options from now on."""

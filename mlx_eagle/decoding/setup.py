@@ -14,7 +14,7 @@ from ..drafters.base import Drafter
 from ..drafters.copies import Copies, Tokens
 from ..drafters.seen_text import GAP
 from ..drafters.tree import TREES, DraftShape, Tree, parse_tree
-from ..system.device import fused_rows
+from ..system.device import fused_rows, this_machine
 from ..target.probe import check_trees
 from ..target.rollback import CacheQuantization, Checkpoint, check_supported
 from ..target.sharding import in_any_process, is_pipelined, is_sharded
@@ -267,3 +267,15 @@ def check_tree_drafter(drafter: Drafter, tree: Tree | str | None) -> None:
     for shape in trees:
         if shape is not None:
             drafter.check_tree(shape)
+
+
+def kernel_options(decoder: Decoder) -> list[str]:
+    """The names in ``KernelOptions`` of what can be done here; known once a pass was run."""
+    if this_machine().backend == "cpu":  # its kernels are alike either way
+        return []
+    found = {
+        "splits_attention": decoder.target.parts.matters,
+        "forces_fused": decoder.target.parts.falls_off,
+        "uses_overlay": decoder.drafter.supports_overlay,
+    }
+    return [name for name, is_possible in found.items() if is_possible]

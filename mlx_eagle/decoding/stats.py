@@ -8,7 +8,19 @@ from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from typing import Any
 
-from .auto import DraftingEvent
+OFF = "drafting off"
+PROBE = "probe"
+ON = "drafting on"
+
+
+@dataclass(frozen=True)
+class DraftingEvent:
+    """Drafting was turned off, tried again or turned on again, after ``num_tokens`` tokens."""
+
+    num_tokens: int
+    what: str  # drafting off | probe | drafting on
+    reason: str
+
 
 IN_ORDER = ("draft_lengths", "drafting_events")  # what is not counted by position
 

@@ -16,8 +16,7 @@ from typing import Any
 from mlx_lm.generate import TextStateMachine
 from mlx_lm.server import GenerationContext, Response
 
-from ..decoding.auto import DraftingEvent
-from ..decoding.stats import Stats
+from ..decoding.stats import DraftingEvent, Stats
 
 POLL = 0.5  # seconds between looks at whether the client is still there
 

@@ -27,8 +27,8 @@ import mlx_eagle
 from mlx_eagle.batch import generate as batch
 from mlx_eagle.batch import requests, rounds
 from mlx_eagle.batch.rounds import Batch
-from mlx_eagle.decoding.auto import OFF, ON
 from mlx_eagle.decoding.sampling import Sampling
+from mlx_eagle.decoding.stats import OFF, ON
 from mlx_eagle.drafters.lookup import LookupDrafter
 from mlx_eagle.drafters.tree import DraftShape
 from mlx_eagle.target.target import Target

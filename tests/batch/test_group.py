@@ -19,7 +19,7 @@ from mlx_eagle.batch import rounds
 from mlx_eagle.batch.group import Group
 from mlx_eagle.batch.requests import Request, reason_not_batchable, restore_caches
 from mlx_eagle.batch.rounds import Batch
-from mlx_eagle.decoding import loop
+from mlx_eagle.decoding import generate_step
 from mlx_eagle.decoding.accept import AskedLogprobs
 from mlx_eagle.decoding.auto import FixedController
 from mlx_eagle.decoding.sampling import Sampling
@@ -279,7 +279,7 @@ def test_where_no_draft_can_pay_nothing_is_drafted(monkeypatch):
     model = MODELS["llama"]()
     drafter = tiny_head(model)
     hopeless = SettledCosts(curve(lambda k: 100.0))
-    for module in (loop, rounds):
+    for module in (generate_step, rounds):
         monkeypatch.setattr(module, "costs_of", lambda *_: hopeless)
     group = Group(model, drafter, generation_stream, "auto")
     first, second = (started(model, drafter, MANY[b], 20) for b in (0, 1))

@@ -16,7 +16,7 @@ from mlx_eagle.batch.requests import Options, Request, first_token, prefill, res
 from mlx_eagle.batch.rounds import Batch
 from mlx_eagle.decoding.auto import FixedController
 from mlx_eagle.decoding.decoder import Limits
-from mlx_eagle.decoding.loop import speculative_generate_step
+from mlx_eagle.decoding.generate_step import speculative_generate_step
 from mlx_eagle.decoding.rules import make_rule
 from mlx_eagle.decoding.sampling import Sampling, noise_of_rows
 from mlx_eagle.drafters.batch_drafter import (

@@ -262,7 +262,7 @@ def test_scenarios_share_one_report(monkeypatch, capsys, tmp_path, tiny):
 @pytest.mark.exhaustive
 def test_batches_beside_mlx_lms_own(monkeypatch, capsys, tmp_path, tiny):
     lone = runner.Models(tiny.target, tiny.tokenizer, tiny.drafters)
-    for module in ("batch.generate", "decoding.loop"):
+    for module in ("batch.generate", "decoding.generate_step"):
         monkeypatch.setattr(f"mlx_eagle.{module}.costs_of", lambda *_: SettledCosts(FLAT))
     (tmp_path / "mine.jsonl").write_text('{"prompt": "so?"}\n{"prompt": "Who is it?"}\n')
     flags = f"--prompts {tmp_path}/mine.jsonl --max-tokens 9 --repeats 1"

@@ -12,9 +12,10 @@ from grids import thorough
 from helpers import PROMPT, plain, speculative, tiny_head, tiny_llama
 from simulator import GUESSES, MACHINES, NOISE, Machine, best, draw_ranks
 
-from mlx_eagle.decoding import loop, round_costs
-from mlx_eagle.decoding.auto import OFF, ON, PROBE, AdaptiveController, FixedController
+from mlx_eagle.decoding import generate_step, loop, round_costs
+from mlx_eagle.decoding.auto import AdaptiveController, FixedController
 from mlx_eagle.decoding.round_costs import RoundCosts, costs_of
+from mlx_eagle.decoding.stats import OFF, ON, PROBE
 from mlx_eagle.drafters.acceptance_stats import Acceptance, expected_tokens
 from mlx_eagle.drafters.tree import CHAINS, PLAIN, TREES, DraftShape
 from mlx_eagle.target.kernels import COUNTED, UNCOUNTED, KernelOptions, OptionTrial
@@ -537,7 +538,7 @@ def test_chosen_before_the_read_and_recorded_after_the_launch(monkeypatch):
     noting(loop.SingleRunner, "finish", "read")
     model = tiny_llama()
     free = SettledCosts(curve(lambda k: 1.0))
-    monkeypatch.setattr(loop, "costs_of", lambda *_: free)
+    monkeypatch.setattr(generate_step, "costs_of", lambda *_: free)
     speculative(model, tiny_head(model), PROMPT, 30, num_draft_tokens="auto")
     whole = " ".join(order[order.index("choose") :])
     assert whole.startswith("choose read launch record choose read launch record")
@@ -601,7 +602,7 @@ def test_a_choice_that_takes_long_is_no_part_of_a_round(monkeypatch):
     monkeypatch.setattr(loop.SingleRunner, "finish", read)
     monkeypatch.setattr(AdaptiveController, "next_plan", choose_slowly)
     monkeypatch.setattr(AdaptiveController, "record", note)
-    monkeypatch.setattr(loop, "costs_of", lambda *_: SettledCosts(FLAT))
+    monkeypatch.setattr(generate_step, "costs_of", lambda *_: SettledCosts(FLAT))
     model = tiny_llama()
     speculative(model, tiny_head(model), PROMPT, 40, num_draft_tokens="auto")
     assert now[0] > 100 and len(choices) > 10

@@ -13,7 +13,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_eagle.decoding.decoder import Decoder, Round
-from mlx_eagle.decoding.loop import speculative_generate_step
+from mlx_eagle.decoding.generate_step import speculative_generate_step
 from mlx_eagle.decoding.sampling import Sampling
 from mlx_eagle.drafters.lookup import LookupDrafter
 from mlx_eagle.drafters.tree import PLAIN, TREES, TreeShape
@@ -43,7 +43,7 @@ def case(request):
 def scripted(monkeypatch, request):
     sizes = SCRIPTS[request.param]
     script = lambda *_, **__: ScriptedController(sizes)  # noqa: E731
-    monkeypatch.setattr("mlx_eagle.decoding.loop.AdaptiveController", script)
+    monkeypatch.setattr("mlx_eagle.decoding.generate_step.AdaptiveController", script)
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_trees_are_among_what_is_drafted_where_they_can_be(make, options, monkey
     """On a machine on which 8 rows are the cheapest; recurrent targets go on with chains."""
     cost = lambda shape, num: 1.0 if shape == PLAIN or shape == TREES[1] else 3.0  # noqa: E731
     known = SettledCosts(cost)
-    monkeypatch.setattr("mlx_eagle.decoding.loop.costs_of", lambda *_: known)
+    monkeypatch.setattr("mlx_eagle.decoding.generate_step.costs_of", lambda *_: known)
     shapes, launch = [], Decoder.launch
     monkeypatch.setattr(
         Decoder,

@@ -25,7 +25,7 @@ from tolerances import tolerance
 from mlx_eagle import Sampling
 from mlx_eagle.decoding.accept import Match
 from mlx_eagle.decoding.decoder import Round
-from mlx_eagle.decoding.loop import speculative_generate_step
+from mlx_eagle.decoding.generate_step import speculative_generate_step
 from mlx_eagle.decoding.stats import Stats
 from mlx_eagle.drafters.tree import parse_tree
 from mlx_eagle.target.target import Target

@@ -15,7 +15,7 @@ from helpers import PROMPT, plain, speculative, tiny_head, tiny_llama, tiny_qwen
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_eagle.decoding.decoder import Round
-from mlx_eagle.decoding.loop import speculative_generate_step
+from mlx_eagle.decoding.generate_step import speculative_generate_step
 from mlx_eagle.drafters.feature_drafter import last_features
 from mlx_eagle.target.cache_view import WindowCache, single_caches
 from mlx_eagle.target.states import StateUpdates

@@ -23,7 +23,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
-from mlx_eagle.decoding.loop import speculative_generate_step
+from mlx_eagle.decoding.generate_step import speculative_generate_step
 
 MODELS = {"llama": tiny_llama, "qwen3": tiny_qwen3}
 

@@ -10,18 +10,17 @@ from helpers import PROMPT, VOCAB, Recital, plain, speculative, tiny_head, tiny_
 from mlx_lm.models.cache import make_prompt_cache
 
 import mlx_eagle
-from mlx_eagle.decoding import loop
+from mlx_eagle.decoding import generate_step
 from mlx_eagle.decoding.accept import Outcome, Verification
-from mlx_eagle.decoding.auto import OFF, ON, DraftingEvent
 from mlx_eagle.decoding.decoder import Decoder, Round, StopPoint, stop_point
-from mlx_eagle.decoding.stats import Stats
+from mlx_eagle.decoding.stats import OFF, ON, DraftingEvent, Stats
 from mlx_eagle.drafters.base import Draft, empty_draft
 from mlx_eagle.drafters.lookup import LookupDrafter
 
 
 @pytest.fixture
 def at_flat_costs(monkeypatch):
-    monkeypatch.setattr(loop, "costs_of", lambda *_: SettledCosts(FLAT))
+    monkeypatch.setattr(generate_step, "costs_of", lambda *_: SettledCosts(FLAT))
 
 
 def test_lookup_decodes_plainly_where_nothing_is_found(at_flat_costs, monkeypatch):

@@ -10,7 +10,7 @@ from mlx_lm.models.cache import (
     trim_prompt_cache,
 )
 
-from mlx_eagle.decoding.loop import speculative_generate_step
+from mlx_eagle.decoding.generate_step import speculative_generate_step
 
 MODEL = tiny_llama()
 DRAFTER = tiny_head(MODEL)

@@ -17,7 +17,7 @@ from grids import thorough
 from helpers import tiny_head, tiny_llama
 
 from mlx_eagle.decoding import rejection
-from mlx_eagle.decoding.loop import speculative_generate_step
+from mlx_eagle.decoding.generate_step import speculative_generate_step
 from mlx_eagle.decoding.sampling import Sampling
 from mlx_eagle.drafters.tree import parse_tree
 

@@ -27,7 +27,7 @@ from mlx_lm.sample_utils import make_logits_processors
 from tree_drafters import TREE_SCRIPTS, ScriptedTreeDrafter
 
 from mlx_eagle.decoding.accept import Match, normalized
-from mlx_eagle.decoding.loop import speculative_generate_step
+from mlx_eagle.decoding.generate_step import speculative_generate_step
 from mlx_eagle.decoding.sampling import Sampling
 from mlx_eagle.drafters.base import Draft
 from mlx_eagle.drafters.tree import TreeShape, parse_tree, rerank, top_k

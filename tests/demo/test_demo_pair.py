@@ -15,7 +15,7 @@ from helpers import demo_pair
 
 import mlx_eagle
 from mlx_eagle.convert import convert
-from mlx_eagle.decoding.loop import speculative_generate_step
+from mlx_eagle.decoding.generate_step import speculative_generate_step
 from mlx_eagle.decoding.stats import Stats
 from mlx_eagle.drafters.tree import TreeShape
 

@@ -29,7 +29,7 @@ from public_drafters import ASSISTANTS
 import mlx_eagle
 from mlx_eagle.convert import convert
 from mlx_eagle.convert.stored import Stored
-from mlx_eagle.decoding.loop import speculative_generate_step
+from mlx_eagle.decoding.generate_step import speculative_generate_step
 from mlx_eagle.decoding.sampling import Sampling
 from mlx_eagle.drafters.assistant import AssistantConfig, sources
 from mlx_eagle.drafters.base import Draft

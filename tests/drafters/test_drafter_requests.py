@@ -16,7 +16,7 @@ from mlx_lm.models.cache import (
     trim_prompt_cache,
 )
 
-from mlx_eagle.decoding.loop import speculative_generate_step
+from mlx_eagle.decoding.generate_step import speculative_generate_step
 from mlx_eagle.drafters.model_drafter import ModelDrafter
 from mlx_eagle.drafters.mtp import MTPDrafter
 from mlx_eagle.target.target import Target

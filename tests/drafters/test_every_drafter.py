@@ -22,7 +22,7 @@ from drafter_pairs import (
 from grids import thorough
 from helpers import PROMPT, SCRIPTS, plain, speculative, tiny_llama
 
-from mlx_eagle.decoding.loop import speculative_generate_step
+from mlx_eagle.decoding.generate_step import speculative_generate_step
 from mlx_eagle.decoding.sampling import Sampling
 from mlx_eagle.drafters.base import Drafter
 from mlx_eagle.drafters.model_drafter import ModelDrafter

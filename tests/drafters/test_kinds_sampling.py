@@ -17,7 +17,7 @@ from chi_square import is_far_off
 from drafter_pairs import tiny_mtp, tiny_qwen3_next
 from helpers import tiny_head, tiny_llama
 
-from mlx_eagle.decoding.loop import speculative_generate_step
+from mlx_eagle.decoding.generate_step import speculative_generate_step
 from mlx_eagle.decoding.sampling import Sampling
 from mlx_eagle.drafters.base import Drafter
 

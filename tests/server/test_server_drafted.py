@@ -15,8 +15,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from serving import ENDLESS, NUM_CHARACTERS, ours
 
 from mlx_eagle import stream_generate
-from mlx_eagle.decoding import loop
-from mlx_eagle.decoding.auto import OFF
+from mlx_eagle.decoding import generate_step
+from mlx_eagle.decoding.stats import OFF
 from mlx_eagle.draft_models import open_drafter
 from mlx_eagle.server.answer_stream import DraftReport, PairResponse, TokenOrigin
 
@@ -171,7 +171,7 @@ def test_who_shares_rounds_is_told(server):
 def test_events_of_the_controller(server, monkeypatch):
     """Numbered by the tokens of the answer, and reported once, with the token after them."""
     slow_drafts = SettledCosts(curve(lambda k: 3.0))
-    monkeypatch.setattr(loop, "costs_of", lambda *_: slow_drafts)
+    monkeypatch.setattr(generate_step, "costs_of", lambda *_: slow_drafts)
     chunks = list(server.complete(**STORY, num_draft_tokens="auto", **ASKED))
     (told,) = [chunk for chunk in chunks if chunk.draft["drafting_events"]]
     (event,) = told.draft["drafting_events"]

@@ -8,7 +8,7 @@ from openai import BadRequestError
 from serving import ENDLESS, NUM_CHARACTERS, ours, parse, theirs
 
 from mlx_eagle.commands import generate as cli
-from mlx_eagle.decoding import loop
+from mlx_eagle.decoding import generate_step
 from mlx_eagle.decoding.setup import read_tree
 from mlx_eagle.server import __main__ as command
 from mlx_eagle.server import active_requests
@@ -165,7 +165,7 @@ def test_targets_without_trees_refuse_them(pair, recurrent):
 def test_no_draft_could_pay_here(pair, expected, monkeypatch):
     """What was decoded without the drafter is filed without its part of the caches."""
     hopeless = SettledCosts(curve(lambda k: 100.0))
-    monkeypatch.setattr(loop, "costs_of", lambda *_: hopeless)
+    monkeypatch.setattr(generate_step, "costs_of", lambda *_: hopeless)
     filed, insert = [], PairCache.insert_cache
 
     def watch(self, tokens, caches, **options):

@@ -44,7 +44,7 @@ from mlx_eagle.batch.requests import Options, Request, first_token, prefill, rea
 from mlx_eagle.batch.rounds import Batch
 from mlx_eagle.decoding.auto import FixedController
 from mlx_eagle.decoding.decoder import Limits
-from mlx_eagle.decoding.loop import speculative_generate_step
+from mlx_eagle.decoding.generate_step import speculative_generate_step
 from mlx_eagle.decoding.stats import Stats
 from mlx_eagle.drafters.base import Draft, Pick
 from mlx_eagle.drafters.tree import DraftShape, TreeShape

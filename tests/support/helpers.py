@@ -19,7 +19,7 @@ from tolerances import tolerance
 from transformers import PreTrainedTokenizerFast
 
 import mlx_eagle
-from mlx_eagle.decoding.loop import speculative_generate_step
+from mlx_eagle.decoding.generate_step import speculative_generate_step
 from mlx_eagle.decoding.stats import Stats
 from mlx_eagle.drafters.base import Draft, Drafter
 from mlx_eagle.drafters.config import Eagle3Config

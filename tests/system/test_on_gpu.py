@@ -8,7 +8,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from tolerances import tolerance
 
 from mlx_eagle.convert.quantize import pack
-from mlx_eagle.decoding import loop
+from mlx_eagle.decoding import generate_step
 from mlx_eagle.decoding.decoder import Decoder
 from mlx_eagle.drafters.tree import parse_tree
 from mlx_eagle.system.device import this_machine
@@ -48,7 +48,7 @@ def test_heads_are_quantized_on_the_cpu():
 @pytest.mark.on_gpu("metal", "attention in parts takes another kernel")
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
 def test_all_ways_of_a_round_are_tried(dtype, monkeypatch):
-    monkeypatch.setattr(loop, "LONG_PREFILL", 0.0)
+    monkeypatch.setattr(generate_step, "LONG_PREFILL", 0.0)
     used, use = [], Decoder.use
     monkeypatch.setattr(Decoder, "use", lambda d, o: used.append(o) or use(d, o))
     model = tiny_llama(**CROWDED)

@@ -19,7 +19,7 @@ from mlx_eagle import draft_models as drafters
 from mlx_eagle.commands import generate as cli
 from mlx_eagle.convert import convert
 from mlx_eagle.convert.__main__ import main as convert_main
-from mlx_eagle.decoding.loop import speculative_generate_step
+from mlx_eagle.decoding.generate_step import speculative_generate_step
 from mlx_eagle.system.hub import fetch
 from mlx_eagle.system.progress import Bar, prompt_bar
 

@@ -15,7 +15,7 @@ from mlx_lm.models.cache import ArraysCache, RotatingKVCache, make_prompt_cache
 from tolerances import tolerance
 from tree_drafters import ScriptedTreeDrafter
 
-from mlx_eagle.decoding.loop import speculative_generate_step
+from mlx_eagle.decoding.generate_step import speculative_generate_step
 from mlx_eagle.drafters.tree import TreeShape
 from mlx_eagle.target.cache_view import WindowCache, single_caches
 

@@ -36,7 +36,7 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 
-from mlx_eagle.decoding.loop import speculative_generate_step
+from mlx_eagle.decoding.generate_step import speculative_generate_step
 from mlx_eagle.target import cache_view
 from mlx_eagle.target.rollback import Checkpoint
 
