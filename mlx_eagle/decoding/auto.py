@@ -245,36 +245,16 @@ class AdaptiveController:
         return self._accepted.expected_tokens(shape) / self._cost(shape)
 
     def _next_shape(self, num_tokens: int) -> DraftShape:
+        """Do what the first row of the policy says that holds."""
         self._num_tokens = num_tokens
         if self.drafting_off:
-            self._plain_left -= 1
-            if self._plain_left >= 0:
-                return PLAIN
-            self._turn_on()
-        shape, gain = self._best(self._drafted)
-        if self._has_to_time_plain(shape, gain):
-            self.drafting_off = self._is_timing = True
-            self._plain_left = TIMED_PLAIN - 1
-            self._plain_timed = num_tokens
-            return PLAIN
-        if shape == PLAIN and self._shapes:
-            return min(self._shapes, key=lambda shape: (shape.num_rows, shape.size))
-        if gain < TOO_SLOW and (lost := self._lost()) > TRIAL_LOSS:
-            self._turn_off(
-                f"with {self._accepted.places[0]:.0%} of first drafts accepted, the best length "
-                f"({shape}) would give {gain:.2f}x",
-                min(MOST, max(FEWEST, (lost + self._cost(shape)) / PROBE_BUDGET)) - 1,
-            )
-            self._give_up()
-            return PLAIN
-        self._latest = self._worth_trying(shape, max(gain, 1.0), self._drafted) or shape
-        shape = self._latest
-        if shape.tree is not None and not self._is_asked:
-            self._is_asked = True
-            if not self._can_draw():
-                self._shapes = [shape for shape in self._shapes if shape.tree is None]
-                return self._next_shape(num_tokens)
-        return shape
+            best = PLAIN, 0.0
+            rows = WHILE_OFF
+        else:
+            best = self._best(self._drafted)
+            rows = WHILE_DRAFTING
+        act = next(act for holds, act in rows if holds(self, *best))
+        return act(self, *best)
 
     def record(
         self, shape: DraftShape, kept: Sequence[int], seconds: float | None,
@@ -398,6 +378,23 @@ class AdaptiveController:
                 promises[shape] = promise
         return max(promises, key=promises.__getitem__, default=None)
 
+    # What may hold of the best draft and its gain, by which the policy decides:
+
+    def _always(self, shape: DraftShape, gain: float) -> bool:
+        return True
+
+    def _has_waited(self, shape: DraftShape, gain: float) -> bool:
+        """Whether drafting was off for as long as it was to be."""
+        return self._plain_left < 1
+
+    def _knows_no_cost(self, shape: DraftShape, gain: float) -> bool:
+        """Whether no draft was timed yet."""
+        return shape == PLAIN and bool(self._shapes)
+
+    def _has_lost(self, shape: DraftShape, gain: float) -> bool:
+        """Whether drafts are too slow now, and have been."""
+        return gain < TOO_SLOW and self._lost() > TRIAL_LOSS
+
     def _has_to_time_plain(self, shape: DraftShape, gain: float) -> bool:
         """Whether plain steps must be timed: their cost is unknown, in doubt, or old and close."""
         age = self._num_tokens - self._plain_timed
@@ -408,17 +405,57 @@ class AdaptiveController:
             return age > AGAIN
         return age >= LATER and gain < doubt and not self._rounds
 
-    def _turn_on(self) -> None:
+    # What the policy does then, with the shape to run:
+
+    def _wait(self, shape: DraftShape, gain: float) -> DraftShape:
+        """Take one of the plain steps to be taken."""
+        self._plain_left -= 1
+        return PLAIN
+
+    def _turn_on(self, shape: DraftShape, gain: float) -> DraftShape:
         """Draft again: where plain steps were timed as before, else for a probe."""
         self.drafting_off = False
         self._plain_timed = self._num_tokens
         if self._is_timing:
             self._is_timing = False
-            return
-        self._rounds = []
-        self._probe_left = PROBE_ROUNDS
-        self._accepted.fade(FORGET)
-        self._note(PROBE, "to see whether drafts are accepted now")
+        else:
+            self._rounds = []
+            self._probe_left = PROBE_ROUNDS
+            self._accepted.fade(FORGET)
+            self._note(PROBE, "to see whether drafts are accepted now")
+        return self._next_shape(self._num_tokens)
+
+    def _time_plain(self, shape: DraftShape, gain: float) -> DraftShape:
+        """Begin a few plain steps, to see what they cost."""
+        self.drafting_off = True
+        self._is_timing = True
+        self._plain_left = TIMED_PLAIN - 1
+        self._plain_timed = self._num_tokens
+        return PLAIN
+
+    def _draft_fewest_rows(self, shape: DraftShape, gain: float) -> DraftShape:
+        return min(self._shapes, key=lambda shape: (shape.num_rows, shape.size))
+
+    def _stop(self, shape: DraftShape, gain: float) -> DraftShape:
+        """Turn drafting off until a probe costs little beside what plain steps have brought."""
+        self._turn_off(
+            f"with {self._accepted.places[0]:.0%} of first drafts accepted, the best length "
+            f"({shape}) would give {gain:.2f}x",
+            min(MOST, max(FEWEST, (self._lost() + self._cost(shape)) / PROBE_BUDGET)) - 1,
+        )
+        self._give_up()
+        return PLAIN
+
+    def _draft(self, shape: DraftShape, gain: float) -> DraftShape:
+        """Draft the best shape, or try another; ask whether trees can be before the first one."""
+        shape = self._worth_trying(shape, max(gain, 1.0), self._drafted) or shape
+        self._latest = shape
+        if shape.tree is not None and not self._is_asked:
+            self._is_asked = True
+            if not self._can_draw():
+                self._shapes = [shape for shape in self._shapes if shape.tree is None]
+                return self._next_shape(self._num_tokens)
+        return shape
 
     def _give_up(self) -> None:
         """Stop drafting for good if no draft can run, or none could ever be faster."""
@@ -443,3 +480,21 @@ class AdaptiveController:
 
     def _note(self, what: str, reason: str) -> None:
         self.events.append(DraftingEvent(self._num_tokens, what, reason))
+
+
+Holds = Callable[[AdaptiveController, DraftShape, float], bool]
+Act = Callable[[AdaptiveController, DraftShape, float], DraftShape]
+
+WHILE_OFF: tuple[tuple[Holds, Act], ...] = (
+    (AdaptiveController._has_waited, AdaptiveController._turn_on),
+    (AdaptiveController._always, AdaptiveController._wait),
+)
+"""The policy while drafting is off: if this holds (and nothing above), do that."""
+
+WHILE_DRAFTING: tuple[tuple[Holds, Act], ...] = (
+    (AdaptiveController._has_to_time_plain, AdaptiveController._time_plain),
+    (AdaptiveController._knows_no_cost, AdaptiveController._draft_fewest_rows),
+    (AdaptiveController._has_lost, AdaptiveController._stop),
+    (AdaptiveController._always, AdaptiveController._draft),
+)
+"""The policy while there are drafts."""
