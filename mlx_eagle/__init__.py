@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from .doctor.packages import explained, running_command
 from .system.blas import load_fast_blas
-from .system.cli_values import versions
 
 if TYPE_CHECKING:
     from .public import *  # noqa: F403
@@ -52,11 +51,7 @@ class _Package(ModuleType):
 
 
 sys.modules[__name__].__class__ = _Package
-if (command := running_command()) is not None:
-    if sys.argv[1:] == ["--version"]:  # which needs nothing of what follows, and that takes long
-        with explained():
-            print(f"{command} {versions()}")
-        sys.exit()
+if running_command() is not None:
     load_fast_blas()
     with explained():
         importlib.import_module(f"{__name__}.decoding.loop")
