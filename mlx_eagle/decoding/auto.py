@@ -8,7 +8,11 @@ and the shape with the greatest gain is drafted, none where that stays below 1. 
 share of drafts kept lately at each place, of trees also from all that they emitted. t is told by
 the rounds: ``round_costs.py``. A shape is tried where its gain would be the greatest if its cost
 were less, by a standard deviation or, while trying has lost little, by more, as long as that loses
-little if the cost is one more. In doubt known shapes are tried, and plain steps timed, once more.
+little if the cost is one more; early in a text no tree that is believed to cost more than drafts
+emit. In doubt known shapes are tried, and plain steps timed, once more. Times of a busy machine
+say little, so t(s) / t(plain) is never taken for less than 1.05, and plain steps are timed again
+whenever 12 rounds have emitted less than 1.2 tokens each. Two tables at the end of this file say
+what is done when: ``WHILE_OFF`` and ``WHILE_DRAFTING``.
 A shape is chosen before the round under way is read, and a round recorded once the next one is
 launched. What the requests of a batch accept is pooled.
 
@@ -45,8 +49,12 @@ PAIR_MEMORY = 0.995  # of what texts accepted, a round later: half is forgotten 
 TIMED_PLAIN = 4  # plain steps in a row to time: the first and the last are not comparable
 AGAIN = 64  # tokens before plain steps are timed again that are unknown or in doubt
 LATER = 512  # the same where the best draft gains little
+EARLY = 150  # tokens of a text, before which no tree is tried that is believed too dear
+LITTLE = 1.2  # tokens a round, below which plain steps are timed again
+LITTLE_ROUNDS = 12  # after that many: what they lose is less than what they can save
 PROBE_ROUNDS = 6  # of a probe, before drafting is said to be on
 TRIAL_LOSS = 1.5  # plain steps that drafts must have lost before drafting is turned off
+LEAST_COST = 1.05  # plain steps: a draft adds rows to a pass and a head's, whatever times say
 TOO_SLOW = 0.98  # gain below which it is: acceptance is never known exactly
 FORGET = 0.3  # of the evidence on acceptance is left when a probe begins
 PROBE_BUDGET = 0.01  # of plain decoding's time, lost in probes, and in rounds until they begin
@@ -159,6 +167,7 @@ class AdaptiveController:
         self._latest = PLAIN  # chosen; perhaps not recorded yet
         self._is_timing = False  # off for a few steps, to see what they cost
         self._num_tokens = 0
+        self._emitted: list[float] = []  # by the latest rounds since plain steps were timed
         self._probe_left = 0
         self._plain_left = 0.0  # plain steps
         self._tries: dict[DraftShape, tuple[int, float]] = {}  # and plain steps they were worth
@@ -266,6 +275,8 @@ class AdaptiveController:
         self._has_answers = self._has_answers or any(seen.is_answer for seen in copies)
         if shape != PLAIN and shape not in (*self._shapes, *self._copies):
             return  # cut to what was left of the text
+        if kept:
+            self._emitted = [*self._emitted[-LITTLE_ROUNDS + 1 :], sum(kept) / len(kept) + 1]
         if kept and shape in self._tried_copies:
             self._count_try(shape, (sum(kept) / len(kept) + 1) / self._tried_copies[shape])
         elif kept and not shape.copy:
@@ -347,14 +358,15 @@ class AdaptiveController:
 
     def _cost(self, shape: DraftShape) -> float:
         """Cost of a round of ``shape``, in plain steps."""
-        return self._estimates[shape].seconds / self._estimates[PLAIN].seconds
+        cost = self._estimates[shape].seconds / self._estimates[PLAIN].seconds
+        return cost if shape.is_plain else max(LEAST_COST, cost)
 
     def _best(self, expected: Mapping[DraftShape, float]) -> tuple[DraftShape, float]:
         """The timed shape with the greatest gain, and the gain; a plain step where none is.
 
         ``expected`` are the tokens that a round of each shape emits.
         """
-        timed = [s for s in expected if self._estimates[s].is_known]
+        timed = [s for s in expected if self._estimates[s].is_known or self._costs.has_run(s)]
         gains = {s: expected[s] / self._cost(s) for s in timed}
         return max(gains.items(), key=itemgetter(1), default=(PLAIN, 0.0))
 
@@ -366,13 +378,16 @@ class AdaptiveController:
         lost = sum(num_tries * self._cost(s) - worth for s, num_tries, worth in tries)
         left = TRYING_LOSS + TRYING_SHARE * self._num_tokens - lost
         plain = self._estimates[PLAIN].seconds
+        is_early = self._num_tokens < EARLY or self._probe_left > 0
         promises = {}
         for shape, num_tokens in expected.items():
             known = self._estimates[shape]
             if shape in (best, self._latest):
                 continue
+            if is_early and shape.tree is not None and self._cost(shape) > expected.get(best, 1.0):
+                continue
             least = known.off(-(DOUBT if known.is_known else left / TRYING_LOSS)) / plain
-            promise = num_tokens / least
+            promise = num_tokens / max(LEAST_COST, least)
             most = known.off(1.0) / plain
             if most - num_tokens / gain <= left and promise > WORTH_TRYING * gain:
                 promises[shape] = promise
@@ -394,6 +409,15 @@ class AdaptiveController:
     def _has_lost(self, shape: DraftShape, gain: float) -> bool:
         """Whether drafts are too slow now, and have been."""
         return gain < TOO_SLOW and self._lost() > TRIAL_LOSS
+
+    def _emits_little(self, shape: DraftShape, gain: float) -> bool:
+        """Whether rounds emit so little that plain steps must be timed, whatever is believed.
+
+        Where the pace of a machine changes with every round, what is believed may be far off.
+        """
+        if self._costs.is_settled or len(self._emitted) < LITTLE_ROUNDS:
+            return False
+        return sum(self._emitted) < LITTLE * LITTLE_ROUNDS
 
     def _has_to_time_plain(self, shape: DraftShape, gain: float) -> bool:
         """Whether plain steps must be timed: their cost is unknown, in doubt, or old and close."""
@@ -429,6 +453,7 @@ class AdaptiveController:
         """Begin a few plain steps, to see what they cost."""
         self.drafting_off = True
         self._is_timing = True
+        self._emitted = []
         self._plain_left = TIMED_PLAIN - 1
         self._plain_timed = self._num_tokens
         return PLAIN
@@ -492,6 +517,7 @@ WHILE_OFF: tuple[tuple[Holds, Act], ...] = (
 """The policy while drafting is off: if this holds (and nothing above), do that."""
 
 WHILE_DRAFTING: tuple[tuple[Holds, Act], ...] = (
+    (AdaptiveController._emits_little, AdaptiveController._time_plain),
     (AdaptiveController._has_to_time_plain, AdaptiveController._time_plain),
     (AdaptiveController._knows_no_cost, AdaptiveController._draft_fewest_rows),
     (AdaptiveController._has_lost, AdaptiveController._stop),

@@ -73,7 +73,7 @@ class RoundCosts:
         self.failed: frozenset[DraftShape] = frozenset()
         self.options: KernelOptions | None = None  # None: others were not tried
         self._curve = curve
-        self._is_settled = is_settled
+        self.is_settled = is_settled
         self._lock = Lock()
         self._run: set[DraftShape] = set()
         # The pace, of which nothing is known, then what the curve is off at each key: means,
@@ -88,7 +88,7 @@ class RoundCosts:
 
     def record(self, num_requests: int, shape: DraftShape, seconds: float | None) -> None:
         """Record a finished round or plain step; ``seconds`` is None where that is unknown."""
-        if self._is_settled:
+        if self.is_settled:
             return
         with self._lock:
             at = self._place(num_requests, shape)
@@ -123,7 +123,7 @@ class RoundCosts:
         seconds = np.array([self._curve(s, num) for s in keys])
         errors = np.zeros(len(keys))
         with self._lock:
-            if not self._is_settled:
+            if not self.is_settled:
                 at = [self._place(num, shape) for shape in keys]
                 last = self._latest
                 seconds *= np.exp(self._mean[0] + self._mean[at])

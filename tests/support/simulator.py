@@ -130,3 +130,24 @@ class Machine:
             controller.record(shape, accepted, took if is_comparable else None, ranks[0])
             before, shape, was_ahead = shape, following, is_ahead
         return (self.seconds - start) / (self.num_tokens - begun)
+
+
+class BusyMachine(Machine):
+    """A machine that does other work: times are off by ``noise``, the pace by ``drift`` a round.
+
+    Both are standard deviations of logarithms. ``work`` is what the text takes without them.
+    """
+
+    MOST_PACE = 0.7  # of its logarithm: half or twice the speed
+
+    def __init__(self, cost: Curve, alpha: float, seed: int, noise: float, drift: float):
+        super().__init__(cost, lambda num_tokens: alpha, seed)
+        self.noise, self.drift = noise, drift
+        self.pace = self.work = 0.0
+
+    def took(self, shape: DraftShape) -> float:
+        cost = self.cost(shape, 1)
+        self.work += cost
+        pace = self.pace + self.dice.gauss(0, self.drift)
+        self.pace = max(-self.MOST_PACE, min(self.MOST_PACE, pace))
+        return cost * math.exp(self.dice.gauss(0, self.noise) + self.pace)
