@@ -1,5 +1,7 @@
 """Folders that several processes make at once, that are killed half-way, that do not fit."""
 
+import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -9,7 +11,13 @@ from pathlib import Path
 import pytest
 
 from mlx_eagle.system import atomic_folder
-from mlx_eagle.system.atomic_folder import AlreadyThere, CannotWrite, discard_folder, new_folder
+from mlx_eagle.system.atomic_folder import (
+    AlreadyThere,
+    CannotWrite,
+    discard_folder,
+    locked,
+    new_folder,
+)
 
 WRITER = """
 import sys, time
@@ -103,6 +111,17 @@ def test_a_folder_that_another_process_took_for_an_orphan(tmp_path, monkeypatch,
     with new_folder(tmp_path / "x") as draft:
         (draft / "a").write_text("a")
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
+def test_a_file_system_without_locks(tmp_path, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with locked(tmp_path, lambda: pytest.fail("it waits")), new_folder(tmp_path / "x") as draft:
+        (draft / "a").write_text("a")
+        atomic_folder.remove_orphans(tmp_path.glob(".*.part"))
+    assert (tmp_path / "x" / "a").read_text() == "a"
 
 
 def test_discarding_twice(tmp_path):
