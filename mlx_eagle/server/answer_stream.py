@@ -5,9 +5,10 @@ No HTTP and no models in here; mlx-lm's kinds of messages only. The generating t
 puts them beside the text, chunk by chunk, in the client's thread.
 """
 
+import json
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from queue import Empty, SimpleQueue
 from threading import RLock
@@ -84,6 +85,12 @@ def error_document(error: RequestError) -> Document:
     kind = "invalid_request_error" if error.status < 500 else "server_error"
     code = error.code or error.status
     return {"error": {"message": str(error), "type": kind, "code": code}}
+
+
+def event_text(document: Document, name: str = "") -> str:
+    """Format an event of a stream; some APIs give each a name."""
+    head = f"event: {name}\n" if name else ""
+    return f"{head}data: {json.dumps(document)}\n\n"
 
 
 class AnswerStream:
@@ -306,22 +313,27 @@ class DraftReport:
             self._entries.append(self._unlisted.popleft())
 
 
-def counts(stats: Stats, num_batched: int) -> dict[str, Any]:
-    """Count the drafted tokens of an answer, named as in ``/metrics``."""
-    drafted = stats.drafted_by_position
-    accepted = stats.accepted_by_position
+def draft_usage(answers: Iterable[Stats]) -> dict[str, Any]:
+    """Draft statistics of some answers; the mean acceptance length is 1 without drafts."""
+    stats = sum(answers, Stats())
     return {
         "drafted_tokens": stats.num_drafted,
         "accepted_tokens": stats.num_accepted,
         "copied_tokens": stats.num_copied,
         "accepted_copied_tokens": stats.num_accepted_copied,
+        "mean_acceptance_length": stats.mean_acceptance_length or 1.0,  # plain decoding: 1
+    }
+
+
+def counts(stats: Stats, num_batched: int) -> dict[str, Any]:
+    """Count the drafted tokens of an answer, named as in ``/metrics``."""
+    return draft_usage([stats]) | {
         "rounds": stats.num_rounds,
         "target_passes": stats.num_target_forwards,
         "emitted_tokens": stats.num_emitted,
         "batched_tokens": num_batched,
-        "mean_acceptance_length": stats.mean_acceptance_length or 1.0,  # plain decoding: 1
-        "drafted_by_position": drafted,
-        "accepted_by_position": accepted,
+        "drafted_by_position": stats.drafted_by_position,
+        "accepted_by_position": stats.accepted_by_position,
         "acceptance_by_position": stats.cumulative_acceptance_by_position,
         "draft_lengths": stats.draft_lengths,
     }

@@ -9,10 +9,11 @@ import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from .answer_stream import Document, RequestError
+from .answer_stream import Document, RequestError, event_text
 from .body import SCOPE, check_body, read_arguments, shortened
-from .client_session import ClientSession, Piece, Reply
-from .completions import asked_draft_usage, chat_request, event_text, model_name
+from .client_session import ClientSession, Piece
+from .completions import asked_draft_usage, chat_request, model_name
+from .handler import Reply
 from .prompt import as_request_errors, encoded, with_one_system
 
 ATTRIBUTION = "x-anthropic-billing-header:"

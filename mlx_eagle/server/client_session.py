@@ -1,28 +1,21 @@
-"""Client session: one prompt and its answer, from a request's fields to pieces of text.
+"""Client session: one prompt and its answer, from a request's fields to pieces of text."""
 
-``Reply`` sends them: the half of the HTTP handler that the APIs see.
-"""
-
-import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 from mlx_lm.generate import TextStateMachine
 from mlx_lm.server import CompletionRequest, GenerationContext, ToolCallFormatter
 
+from ..decoding.stats import Stats
 from ..system.progress import silent
-from .answer_stream import AnswerStream, Document, DraftReport, PairResponse, checked, counts
+from .answer_stream import AnswerStream, DraftReport, PairResponse, checked, counts
 from .body import PairArguments
 from .collect import Collector, chat_row
-from .listener import PairServer, Presence
+from .engine import PairGenerator
 from .prompt import Tokenized
-from .provider import PairProvider
 from .tool_formats import readable
-
-EXTRA_HEADERS = {401: {"WWW-Authenticate": 'Bearer realm="mlx-eagle"'}, 503: {"Retry-After": "5"}}
 
 
 @dataclass
@@ -42,13 +35,27 @@ class Piece:
 
 
 class ClientSession:
-    """One prompt and its answer: ``submit``, ``open``, then ``pieces``; at last ``close``."""
+    """One prompt and its answer: ``submit``, ``open``, then ``pieces``; at last ``close``.
 
-    def __init__(self, reply: "Reply", request: CompletionRequest, args: PairArguments):
-        self._reply = reply
+    ``asked`` is the ``time.monotonic()`` of the request, whose body has ``num_bytes``.
+    ``check_connected`` is called while the client waits, and raises if it has left.
+    """
+
+    def __init__(
+        self,
+        generator: PairGenerator,
+        request: CompletionRequest,
+        args: PairArguments,
+        asked: float,
+        num_bytes: int,
+        check_connected: Callable[["ClientSession"], None],
+    ):
+        self.generator = generator
         self.request = request
         self.args = args
-        self.generator = reply.server.generator
+        self._asked = asked
+        self._num_bytes = num_bytes
+        self._check_connected = check_connected
         self.answer: AnswerStream | None = None
         self.prompt: list[int] = []
         self.num_generated = 0
@@ -58,6 +65,11 @@ class ClientSession:
         self._context: GenerationContext | None = None
         self._report: DraftReport | None = None
         self._finish_reason: str | None = None
+
+    @property
+    def stats(self) -> Stats:
+        """Counts of its drafts so far."""
+        return Stats() if self.answer is None else self.answer.stats
 
     @property
     def num_cached(self) -> int:
@@ -71,7 +83,7 @@ class ClientSession:
         """
         if leader is None:
             self._tokenized = self.generator.read_prompt(
-                self.request, self.args, self._reply.num_bytes, self._check
+                self.request, self.args, self._num_bytes, self._check
             )
         else:
             self._tokenized = leader._tokenized
@@ -163,7 +175,7 @@ class ClientSession:
         assert self.answer is not None
         for response in self.answer.responses(self._check, progress):
             if self.num_generated == 0:
-                seconds = time.monotonic() - self._reply.asked
+                seconds = time.monotonic() - self._asked
                 self.generator.metrics.count_first_token(seconds)
             self.num_generated += 1
             self._finish_reason = response.finish_reason
@@ -183,103 +195,8 @@ class ClientSession:
 
     def _check(self) -> None:
         """Raise if no answer will come."""
-        self._reply.check_connected(self)
+        self._check_connected(self)
         self.generator.check_alive()
-
-
-class Reply(BaseHTTPRequestHandler):
-    """Connection of a client, to which the APIs send an answer.
-
-    ``created`` and ``asked`` say when the request came, by the calendar and by
-    ``time.monotonic()``; ``num_bytes`` is the size of its body.
-    """
-
-    protocol_version = "HTTP/1.1"
-    server: PairServer
-    created: int
-    asked: float
-    num_bytes: int
-    sessions: list[ClientSession]
-    presence: Presence
-
-    @property
-    def provider(self) -> PairProvider:
-        return self.server.generator.model_provider
-
-    def new_session(self, request: CompletionRequest, args: PairArguments) -> ClientSession:
-        """Add a session to the request, which closes and counts it."""
-        session = ClientSession(self, request, args)
-        self.sessions.append(session)
-        return session
-
-    def check_connected(self, session: ClientSession) -> None:
-        """Raise ConnectionError if the client is gone, or too slow to read its answer."""
-        self.presence.check(self.is_answering)
-        answer = session.answer
-        if answer is None or not answer.is_over or not session.read_since:
-            return
-        complete = max(answer.ended, session.read_since)
-        if time.monotonic() - complete > self.server.flags.request_timeout:
-            raise TimeoutError("the client reads too slowly")
-
-    def send_json(self, document: Document, status: int = 200) -> None:
-        """Send a whole answer."""
-        self.send(status, "application/json", json.dumps(document).encode())
-
-    def begin_events(self) -> None:
-        """Send the head of a stream."""
-        self.is_streaming = self.close_connection = True
-        self.send_response(200)
-        self.send_header("Content-type", "text/event-stream")
-        self.send_header("Cache-Control", "no-cache")
-        self._end_head()
-
-    def write(self, text: str) -> None:
-        """Send a part of a stream."""
-        self.wfile.write(text.encode())
-
-    def say_progress(self, done: int, total: int) -> None:
-        """Tell the client of a stream how much of its prompt is read."""
-        self.write(f": keepalive {done}/{total}\n\n")
-
-    def send(
-        self, status: int, content_type: str, content: bytes, headers: Mapping[str, str] = {}
-    ) -> None:
-        """Send an answer of any type; without its content for HEAD."""
-        self.send_response(status)
-        if status != 204:
-            self.send_header("Content-type", content_type)
-            self.send_header("Content-Length", str(len(content)))
-        for name, value in {**EXTRA_HEADERS.get(status, {}), **headers}.items():
-            self.send_header(name, value)
-        self._end_head()
-        if self.command != "HEAD":
-            self.wfile.write(content)
-
-    def _end_head(self) -> None:
-        origin = self.server.access.shared_with(self.headers.get("Origin"))
-        if origin is not None:
-            self.send_header("Access-Control-Allow-Origin", origin)
-            self.send_header("Access-Control-Allow-Methods", "GET, POST, DELETE, OPTIONS")
-            self.send_header("Access-Control-Allow-Headers", "*, Authorization")
-        self.send_header("Vary", "Origin")
-        if self.close_connection or self.server.is_stopping:
-            self.send_header("Connection", "close")
-        elif self.request_version == "HTTP/1.0":
-            self.send_header("Connection", "keep-alive")
-        self.end_headers()
-
-    def send_response(self, code: int, message: str | None = None) -> None:
-        self.status = code
-        super().send_response(code, message)
-
-    def flush_headers(self) -> None:
-        """Send the head of the answer, except the bytes that ``Presence`` has sent already."""
-        head = b"".join(getattr(self, "_headers_buffer", []))
-        if head:
-            self._headers_buffer = [head[self.presence.num_ahead :]]
-            self.is_answering = True
-        super().flush_headers()
 
 
 def _split(state: Any, response: PairResponse) -> tuple[Any, list[tuple[str, str]]]:

@@ -1,6 +1,5 @@
 """OpenAI API: chats, completions and the tokenizer, from a checked body to its answer."""
 
-import json
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -8,21 +7,12 @@ from typing import Any
 
 from mlx_lm.server import CompletionRequest
 
-from .. import __version__
-from ..decoding.stats import Stats
-from .answer_stream import Document, PairResponse, RequestError
-from .body import MAX_TOP, PairArguments, check_messages, read_arguments, read_prompts, shortened
-from .client_session import ClientSession, Piece, Reply
+from .answer_stream import Document, PairResponse, RequestError, draft_usage, event_text
+from .body import PairArguments, check_messages, read_arguments, read_prompts, shortened
+from .client_session import ClientSession, Piece
+from .handler import Reply
 from .prompt import as_request_errors, render
-from .provider import PairProvider
-
-FINGERPRINT = f"mlx-eagle-{__version__}"
-
-
-def event_text(document: Document, name: str = "") -> str:
-    """Format an event of a stream; some APIs give each a name."""
-    head = f"event: {name}\n" if name else ""
-    return f"{head}data: {json.dumps(document)}\n\n"
+from .provider import FINGERPRINT, PairProvider
 
 
 def answer_chat(reply: Reply, body: Document) -> None:
@@ -166,26 +156,14 @@ class Answering:
             "prompt_tokens_details": {"cached_tokens": sum(s.num_cached for s in leaders)},
         }
         if self._reply.provider.cli_args.usage_stats:
-            usage |= draft_usage(sessions)
+            usage |= draft_usage(s.stats for s in sessions)
         return usage
-
-
-def draft_usage(sessions: Sequence[ClientSession]) -> Document:
-    """Draft statistics for --usage-stats; the mean acceptance length is 1 without drafts."""
-    total = sum((s.answer.stats for s in sessions if s.answer is not None), Stats())
-    return {
-        "drafted_tokens": total.num_drafted,
-        "accepted_tokens": total.num_accepted,
-        "copied_tokens": total.num_copied,
-        "accepted_copied_tokens": total.num_accepted_copied,
-        "mean_acceptance_length": total.mean_acceptance_length or 1.0,
-    }
 
 
 def asked_draft_usage(session: ClientSession) -> Document:
     """Draft statistics of one answer, if the server was started with --usage-stats."""
     is_asked = session.generator.model_provider.cli_args.usage_stats
-    return draft_usage([session]) if is_asked else {}
+    return draft_usage([session.stats]) if is_asked else {}
 
 
 def model_name(reply: Reply, body: Document) -> str:
@@ -288,34 +266,3 @@ def check_detokenize(body: Document) -> Document:
     if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
         raise ValueError("tokens is something else than a list of token ids.")
     return body
-
-
-def properties(reply: Reply) -> Document:
-    """Properties of the served pair for ``/props``, named as in llama-server if it has them."""
-    provider = reply.provider
-    flags = reply.provider.cli_args
-    names = ("temp", "top_p", "top_k", "min_p", "max_tokens", "num_draft_tokens", "tree")
-    return {
-        "model_alias": provider.name,
-        "model_path": provider.name,
-        "draft_model": flags.draft_model,
-        "chat_template": provider.tokenizer.chat_template or "",
-        "default_generation_settings": {
-            "n_ctx": provider.context,
-            "params": {name: getattr(flags, name) for name in names},
-        },
-        "total_slots": flags.decode_concurrency,
-        "max_logprobs": MAX_TOP,
-        "build_info": FINGERPRINT,
-    }
-
-
-def models(reply: Reply, wanted: str) -> Document:
-    """Return the list with the one model, or its entry if it is ``wanted``."""
-    name = reply.provider.name
-    model = {"id": name, "object": "model", "created": reply.created, "owned_by": "mlx-eagle"}
-    if not wanted:
-        return {"object": "list", "data": [model]}
-    if wanted in (name, name.strip("/")):
-        return model
-    raise RequestError(f"{shortened(wanted)} is not served here, but {name} is.", 404)

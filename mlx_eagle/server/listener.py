@@ -8,7 +8,7 @@ import select
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -156,11 +156,16 @@ class PairServer(ThreadingHTTPServer):
     def __init__(
         self,
         handler: type[BaseHTTPRequestHandler],
+        routes: Mapping[str, Any],
         generator: PairGenerator,
         access: Access | None = None,
         collector: Collector | None = None,
     ):
-        """Listen at once, as the flags say. Raises ValueError if the address is not available."""
+        """Listen at once, as the flags say; ``routes`` say which API answers at a path.
+
+        Raises ValueError if the address is not available.
+        """
+        self.routes = routes
         self.generator = generator
         self.flags = generator.cli_args
         self.access = access

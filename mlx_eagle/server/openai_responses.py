@@ -14,10 +14,11 @@ from typing import Any
 from mlx_lm.server import CompletionRequest
 
 from ..system.progress import silent
-from .answer_stream import Document, RequestError
+from .answer_stream import Document, RequestError, event_text
 from .body import SCOPE, PairArguments, check_body, read_arguments, shortened
-from .client_session import ClientSession, Reply
-from .completions import asked_draft_usage, chat_request, event_text, logprob_of, model_name
+from .client_session import ClientSession
+from .completions import asked_draft_usage, chat_request, logprob_of, model_name
+from .handler import Reply
 from .prompt import as_request_errors, with_one_system, without_oldest
 
 SAME = (

@@ -25,10 +25,13 @@ from ..system.exit_codes import USER_ERRORS
 from ..system.hub import locate
 from ..system.loading import check_target, context_size
 from ..target.probe import check_trees
+from .answer_stream import Document, RequestError
+from .body import MAX_TOP, shortened
 from .caches import is_always_trimmable
 
 DEFAULT = "default_model"  # what mlx-lm calls the model and the draft model of the command line
 DEMO = "mlx-eagle-demo"
+FINGERPRINT = f"mlx-eagle-{__version__}"
 
 
 class PairProvider(ModelProvider):
@@ -137,6 +140,36 @@ class PairProvider(ModelProvider):
             "quantization": repr((args.kv_bits, args.kv_group_size, args.quantized_kv_start)),
             "versions": f"mlx-eagle {__version__}, mlx-lm {mlx_lm.__version__}",
         }
+
+
+def properties(provider: PairProvider) -> Document:
+    """Properties of the served pair for ``/props``, named as in llama-server if it has them."""
+    flags = provider.cli_args
+    names = ("temp", "top_p", "top_k", "min_p", "max_tokens", "num_draft_tokens", "tree")
+    return {
+        "model_alias": provider.name,
+        "model_path": provider.name,
+        "draft_model": flags.draft_model,
+        "chat_template": provider.tokenizer.chat_template or "",
+        "default_generation_settings": {
+            "n_ctx": provider.context,
+            "params": {name: getattr(flags, name) for name in names},
+        },
+        "total_slots": flags.decode_concurrency,
+        "max_logprobs": MAX_TOP,
+        "build_info": FINGERPRINT,
+    }
+
+
+def models(provider: PairProvider, created: int, wanted: str) -> Document:
+    """Return the list with the one model, or its entry if it is ``wanted``."""
+    name = provider.name
+    model = {"id": name, "object": "model", "created": created, "owned_by": "mlx-eagle"}
+    if not wanted:
+        return {"object": "list", "data": [model]}
+    if wanted in (name, name.strip("/")):
+        return model
+    raise RequestError(f"{shortened(wanted)} is not served here, but {name} is.", 404)
 
 
 def _weights(module: nn.Module) -> str:

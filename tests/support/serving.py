@@ -31,6 +31,7 @@ from mlx_eagle.server.flags import build_parser
 from mlx_eagle.server.handler import PairHandler
 from mlx_eagle.server.listener import PairServer
 from mlx_eagle.server.provider import PairProvider
+from mlx_eagle.server.routes import ROUTES
 
 # Reading a machine's certificates takes each client 30 ms, and nobody here speaks TLS.
 NO_CERTIFICATES = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -150,7 +151,7 @@ def ours(*flags: str):
     except ValueError:
         generator.stop_and_join()
         raise
-    server = PairServer(PairHandler, generator, read_access(args), open_collector(args))
+    server = PairServer(PairHandler, ROUTES, generator, read_access(args), open_collector(args))
     return running(server, generator)
 
 

@@ -1,0 +1,23 @@
+"""Paths to post to, and the API that answers at each."""
+
+from functools import partial
+
+from . import anthropic_messages as anthropic
+from . import completions as openai
+from . import openai_responses as responses
+from .body import check_body
+from .handler import Route
+
+CHAT = Route(partial(check_body, needed="messages"), openai.answer_chat)
+ROUTES = {
+    "/v1/chat/completions": CHAT,
+    "/chat/completions": CHAT,
+    "/v1/completions": Route(partial(check_body, needed="prompt"), openai.answer_text),
+    "/v1/responses": Route(responses.check, responses.answer, streams_errors=False),
+    "/v1/messages": Route(anthropic.check, anthropic.answer, True, anthropic.error_document),
+    "/v1/messages/count_tokens": Route(
+        anthropic.translated, anthropic.count_tokens, False, anthropic.error_document
+    ),
+    "/tokenize": Route(openai.check_tokenize, openai.tokenize, generates=False),
+    "/detokenize": Route(openai.check_detokenize, openai.detokenize, generates=False),
+}
