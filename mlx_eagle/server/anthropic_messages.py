@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ..system.fields import check_kind
 from .answer_stream import Document, RequestError, event_text
 from .body import SCOPE, check_body, read_arguments, shortened
 from .client_session import ClientSession, Piece
@@ -92,48 +93,25 @@ def translated(body: Document) -> Document:
         raise ValueError("mcp_servers are not supported: let the client call them.")
     chat: Document = {name: body[name] for name in SAME if name in body}
     chat["max_tokens"] = body.get("max_tokens", 1)
-    chat |= _user_of(_object(body, "metadata"))
+    user = check_kind("metadata", body.get("metadata") or {}, dict).get("user_id")
+    if user is not None:
+        chat["user"] = check_kind("metadata.user_id", user, str)
     if "stop_sequences" in body:
         chat["stop"] = body["stop_sequences"]
-    messages = _list(body, "messages")
     said = _system(body.get("system", []))
-    for message in messages:
+    for message in check_kind("messages", body.get("messages", []), list):
         said += _messages(message)
     chat["messages"] = with_one_system(said)
     if all(message["role"] == "system" for message in chat["messages"]):
         raise ValueError("the request has no messages.")
     if chat["messages"][-1]["role"] == "assistant":
         raise ValueError("the last message is not the user's: an answer cannot be gone on with.")
-    if tools := _list(body, "tools"):
+    if tools := check_kind("tools", body.get("tools", []), list):
         chat["tools"] = [_tool(tool) for tool in tools]
     chat |= _choice(body.get("tool_choice", {"type": "auto"})) | _form(body)
     chat |= _thinking(body.get("thinking", {"type": "adaptive"}))
     check_body(chat, "messages")
     return chat
-
-
-def _object(body: Document, name: str) -> Document:
-    found = body.get(name) or {}
-    if not isinstance(found, dict):
-        raise ValueError(f"{name} is something else than an object.")
-    return found
-
-
-def _user_of(metadata: Document) -> Document:
-    """The field of a chat that names its user, if one is named: clients may send null."""
-    user = metadata.get("user_id")
-    if user is None:
-        return {}
-    if not isinstance(user, str):
-        raise ValueError("metadata.user_id is something else than a string.")
-    return {"user": user}
-
-
-def _list(body: Document, name: str) -> list[Any]:
-    found = body.get(name, [])
-    if not isinstance(found, list):
-        raise ValueError(f"{name} is something else than a list.")
-    return found
 
 
 def _blocks(content: Any, what: str) -> list[Document]:
@@ -236,9 +214,8 @@ def _form(body: Document) -> Document:
 
 
 def _choice(choice: Any) -> Document:
-    if not isinstance(choice, dict):
-        raise ValueError("tool_choice is something else than an object.")
-    named = {"type": "function", "function": {"name": choice.get("name")}}
+    name = check_kind("tool_choice", choice, dict).get("name")
+    named = {"type": "function", "function": {"name": name}}
     kind = {"any": "required", "tool": named}
     found: Document = {"tool_choice": kind.get(str(choice.get("type")), choice.get("type"))}
     if choice.get("disable_parallel_tool_use"):
@@ -248,9 +225,7 @@ def _choice(choice: Any) -> Document:
 
 def _thinking(thinking: Any) -> Document:
     """Translate ``thinking``: a budget in tokens after which thoughts end; 0 if disabled."""
-    if not isinstance(thinking, dict):
-        raise ValueError("thinking is something else than an object.")
-    kind = thinking.get("type")
+    kind = check_kind("thinking", thinking, dict).get("type")
     if kind == "disabled":
         return {"thinking_budget": 0}
     if kind not in ("enabled", "adaptive"):

@@ -22,6 +22,7 @@ from ..decoding.rules import RULES, check_rule_for_sampling
 from ..decoding.setup import AUTO, read_tree
 from ..drafters.earlier_answers import Scope
 from ..structured import Grammar
+from ..system.fields import check_kind, kind_of
 from .grammars import Form, read_form
 
 MAX_DRAFT_TOKENS = 64
@@ -47,7 +48,7 @@ class Bounds:
     def check(self, name: str, value: Any) -> None:
         """Raise ValueError unless ``value`` is a finite number in the range."""
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise ValueError(f"{name} is {_kind(value)}: give a number.")
+            raise ValueError(f"{name} is {kind_of(value)}: give a number.")
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"{name} is {value}: give a finite number.")
         if self.is_whole and not isinstance(value, int):
@@ -145,7 +146,7 @@ def read_body(raw: bytes) -> dict[str, Any]:
     except ValueError as err:  # Python's own words tell programmers how to let it through
         raise ValueError("the request body holds a number of thousands of digits.") from err
     if not isinstance(body, dict):
-        raise ValueError(f"the request body is {_kind(body)}: give a JSON object.")
+        raise ValueError(f"the request body is {kind_of(body)}: give a JSON object.")
     fields = {name: v for name, v in body.items() if v is not None or name in NULLABLE}
     return {name: v for name, v in fields.items() if not (name in NAMES and v == "")}
 
@@ -162,7 +163,7 @@ def check_body(body: dict[str, Any], needed: str) -> dict[str, Any]:
     _check_drafts(body)
     for kind, names in KINDS.items():
         for name in names:
-            _check_kind(name, body.get(name, kind()), kind)
+            check_kind(name, body.get(name, kind()), kind)
     for name in body.get("chat_template_kwargs", {}):
         if name in TEMPLATE_OPTIONS:
             raise ValueError(
@@ -174,9 +175,9 @@ def check_body(body: dict[str, Any], needed: str) -> dict[str, Any]:
         BIAS.check(f"logit_bias of {token}", bias)
     for name in ("include_usage", "include_draft"):
         value = body.get("stream_options", {}).get(name, False)
-        _check_kind(f"stream_options.{name}", value, bool)
+        check_kind(f"stream_options.{name}", value, bool)
     for tool in body.get("tools", []):
-        _check_kind("a tool", tool, dict)
+        check_kind("a tool", tool, dict)
     _check_logprobs(body, needed)
     _check_promises(body)
     _check_stop(body.get("stop", []))
@@ -264,7 +265,7 @@ def read_prompts(body: dict[str, Any]) -> list[str | list[int]]:
     if isinstance(given, str):
         return [given]
     if not isinstance(given, list) or not given:
-        raise ValueError(f"prompt is {_kind(given)}: give a string, tokens, or a list of these.")
+        raise ValueError(f"prompt is {kind_of(given)}: give a string, tokens, or a list of these.")
     prompts = [given] if all(type(part) is int for part in given) else given
     for prompt in prompts:
         if isinstance(prompt, str):
@@ -283,7 +284,7 @@ def _check_drafts(body: dict[str, Any]) -> None:
         raise ValueError(f"num_draft_tokens is {_shown(length)}: give a number or 'auto'.")
     if length not in (None, AUTO):
         Bounds(0, MAX_DRAFT_TOKENS, is_whole=True).check("num_draft_tokens", length)
-    if tree is not None and _check_kind("tree", tree, str) != AUTO:
+    if tree is not None and check_kind("tree", tree, str) != AUTO:
         if len(tree) > MAX_TREE_TEXT:
             raise ValueError(f"the tree has {len(tree)} characters: give at most {MAX_TREE_TEXT}.")
         shape = read_tree(tree)
@@ -301,7 +302,7 @@ def _check_logprobs(body: dict[str, Any], needed: str) -> None:
     if needed == "prompt" and type(body.get("logprobs")) is int:
         Bounds(0, MAX_TOP, is_whole=True).check("logprobs", body["logprobs"])
     else:
-        _check_kind("logprobs", body.get("logprobs", False), bool)
+        check_kind("logprobs", body.get("logprobs", False), bool)
 
 
 def _check_promises(body: dict[str, Any]) -> None:
@@ -325,12 +326,6 @@ def _check_promises(body: dict[str, Any]) -> None:
         raise ValueError("adapters cannot be chosen here: start the server with --adapter-path.")
 
 
-def _check_kind(name: str, value: Any, kind: type) -> Any:
-    if not isinstance(value, kind):
-        raise ValueError(f"{name} is {_kind(value)}: give {_kind(kind())}.")
-    return value
-
-
 def _check_stop(stop: Any) -> None:
     words = [stop] if isinstance(stop, str) else stop
     strings = isinstance(words, list) and all(isinstance(word, str) for word in words)
@@ -346,7 +341,7 @@ def _check_stop(stop: Any) -> None:
 def check_messages(messages: Any) -> None:
     """Raise ValueError unless the messages are a conversation in text."""
     if not isinstance(messages, list) or not messages:
-        raise ValueError(f"messages is {_kind(messages)}: give a list of at least one message.")
+        raise ValueError(f"messages is {kind_of(messages)}: give a list of at least one message.")
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ValueError("a message is something else than an object with a role.")
@@ -354,9 +349,9 @@ def check_messages(messages: Any) -> None:
         for part in content if isinstance(content, list) else []:
             _check_part(part)
         if not isinstance(content, (str, list)):
-            raise ValueError(f"a message's content is {_kind(content)}: give a string.")
-        for call in _check_kind("tool_calls", message.get("tool_calls") or [], list):
-            _check_call(_check_kind("a tool call", call, dict).get("function") or {})
+            raise ValueError(f"a message's content is {kind_of(content)}: give a string.")
+        for call in check_kind("tool_calls", message.get("tool_calls") or [], list):
+            _check_call(check_kind("a tool call", call, dict).get("function") or {})
 
 
 def _check_part(part: Any) -> None:
@@ -365,11 +360,11 @@ def _check_part(part: Any) -> None:
             "a message has a part that is not text, but images cannot be combined with a draft "
             "model: use mlx_lm.server for them."
         )
-    _check_kind("the text of a message's part", part.get("text"), str)
+    check_kind("the text of a message's part", part.get("text"), str)
 
 
 def _check_call(function: Any) -> None:
-    arguments = _check_kind("the function of a tool call", function, dict).get("arguments")
+    arguments = check_kind("the function of a tool call", function, dict).get("arguments")
     if isinstance(arguments, str) and arguments:
         try:
             json.loads(arguments)
@@ -385,10 +380,3 @@ def _shown(value: Any) -> str:
 def shortened(text: str) -> str:
     """Cut a client's text to the length that error messages repeat."""
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
-
-
-def _kind(value: Any) -> str:
-    """Name the JSON type of a value."""
-    names = {bool: "a boolean", str: "a string", list: "a list", dict: "an object"}
-    names |= {int: "a number", float: "a number", type(None): "null"}
-    return names[type(value)]

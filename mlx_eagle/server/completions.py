@@ -7,6 +7,7 @@ from typing import Any
 
 from mlx_lm.server import CompletionRequest
 
+from ..system.fields import check_kind
 from .answer_stream import Document, PairResponse, RequestError, draft_usage, event_text
 from .body import PairArguments, check_messages, read_arguments, read_prompts, shortened
 from .client_session import ClientSession, Piece
@@ -208,10 +209,9 @@ def tokenize(reply: Reply, body: Document) -> None:
     provider = reply.provider
     tokenizer = provider.tokenizer
     if "messages" in body:
-        request = CompletionRequest("chat", "", body["messages"], body.get("tools"), None)
         options = provider.cli_args.chat_template_args | body.get("chat_template_kwargs", {})
         with as_request_errors():
-            text = render(request, tokenizer, options)
+            text = render(chat_request(body), tokenizer, options)
         tokens = tokenizer.encode(text, add_special_tokens=False)
     else:
         (name,) = [name for name in ("content", "prompt") if name in body]
@@ -251,12 +251,10 @@ def check_tokenize(body: Document) -> Document:
         raise ValueError("give one of content, prompt and messages to be tokenized.")
     if given[0] == "messages":
         check_messages(body["messages"])
-    elif not isinstance(body[given[0]], str):
-        raise ValueError(f"{given[0]} is something else than a string.")
-    if not isinstance(body.get("chat_template_kwargs", {}), dict):
-        raise ValueError("chat_template_kwargs is something else than an object.")
-    if not isinstance(body.get("tools", []), list):
-        raise ValueError("tools is something else than a list.")
+    else:
+        check_kind(given[0], body[given[0]], str)
+    check_kind("chat_template_kwargs", body.get("chat_template_kwargs", {}), dict)
+    check_kind("tools", body.get("tools", []), list)
     return body
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..structured import Grammar, JSONSchema, Lark, Regex, embedded, read_schema
+from ..system.fields import check_kind
 from .tool_calls import OfferedTool, write_calls
 
 KEPT = 16  # grammars: an agent asks for a few forms again and again
@@ -37,8 +38,10 @@ class Form:
 
 def read_form(body: Mapping[str, Any]) -> Form | None:
     """Read the form that a request asks for; None if the text is free. Raises ValueError."""
-    schema, is_strict = _schema(_object(body, "response_format"))
-    grammar = _grammar(_object(body, "grammar"))
+    schema, is_strict = _schema(
+        check_kind("response_format", body.get("response_format") or {}, dict)
+    )
+    grammar = _grammar(check_kind("grammar", body.get("grammar") or {}, dict))
     if schema is not None and grammar is not None:
         raise ValueError("response_format and grammar exclude each other: give one of them.")
     tools, must_call = _tools(body.get("tools") or [], body.get("tool_choice", "auto"))
@@ -50,13 +53,6 @@ def read_form(body: Mapping[str, Any]) -> Form | None:
     if schema is None and grammar is None and not (tools and is_held):
         return None
     return Form(schema, is_strict, grammar, tools, must_call, calls_once)
-
-
-def _object(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = body.get(name) or {}
-    if not isinstance(found, dict):
-        raise ValueError(f"{name} is something else than an object.")
-    return found
 
 
 def _schema(form: Mapping[str, Any]) -> tuple[str | None, bool]:
@@ -92,9 +88,7 @@ def _tools(tools: Sequence[Any], choice: Any) -> tuple[tuple[OfferedTool, ...], 
     """Read the tools that may be called, and whether one of them must be."""
     found = []
     for tool in tools:
-        function = tool.get("function") or {}
-        if not isinstance(function, dict):
-            raise ValueError("a tool's function is something else than an object.")
+        function = check_kind("a tool's function", tool.get("function") or {}, dict)
         parameters = json.dumps(function.get("parameters") or ANY_OBJECT)
         found.append((str(function.get("name")), parameters, function.get("strict") is True))
     if choice in ("auto", "none"):

@@ -13,6 +13,7 @@ from typing import Any
 
 from mlx_lm.server import CompletionRequest
 
+from ..system.fields import check_kind
 from ..system.progress import silent
 from .answer_stream import Document, RequestError, event_text
 from .body import SCOPE, PairArguments, check_body, read_arguments, shortened
@@ -41,10 +42,10 @@ ECHOED = (
     "prompt_cache_key", "safety_identifier", "user",
 )  # fmt: skip
 TYPES = {
-    (str, "a string"): ("instructions", "previous_response_id"),
-    (dict, "an object"): ("metadata", "reasoning", "text"),
-    (bool, "true or false"): ("store",),
-    (list, "a list"): ("include",),
+    str: ("instructions", "previous_response_id"),
+    dict: ("metadata", "reasoning", "text"),
+    bool: ("store",),
+    list: ("include",),
 }
 
 
@@ -56,10 +57,9 @@ def check(body: Document) -> Document:
     for name in UNSUPPORTED:
         if body.get(name):
             raise ValueError(f"{name} is not supported: leave it out.")
-    for (kind, what), names in TYPES.items():
+    for kind, names in TYPES.items():
         for name in names:
-            if not isinstance(body.get(name, kind()), kind):
-                raise ValueError(f"{name} is something else than {what}.")
+            check_kind(name, body.get(name, kind()), kind)
     if body.get("truncation", "disabled") not in ("auto", "disabled"):
         raise ValueError("truncation is unknown: give 'auto' or 'disabled'.")
     chat: Document = {name: body[name] for name in SAME if name in body}

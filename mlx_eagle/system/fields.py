@@ -74,6 +74,20 @@ FILE_NAME = FieldType(
 )
 
 
+def kind_of(value: Any) -> str:
+    """The JSON type of a value, in words."""
+    names = {bool: "a boolean", str: "a string", list: "a list", dict: "an object"}
+    names |= {int: "a number", float: "a number", type(None): "null"}
+    return names[type(value)]
+
+
+def check_kind(name: str, value: Any, kind: type) -> Any:
+    """The value, if it is of that kind; ValueError, which names it, if it is not."""
+    if not isinstance(value, kind):
+        raise ValueError(f"{name} is {kind_of(value)}: give {kind_of(kind())}.")
+    return value
+
+
 def shown(value: Any) -> str:
     """A value as a message shows it: on one line, cut if it is long.
 

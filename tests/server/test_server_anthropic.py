@@ -282,7 +282,7 @@ WRONG = {
         {"messages": [USER, {"role": "assistant", "content": "It"}]},
         "the last message is not the user's",
     ),
-    "a text": ({"messages": "Hello"}, "messages is something else than a list"),
+    "a text": ({"messages": "Hello"}, "messages is a string: give a list"),
     "a role": ({"messages": [{"role": "tool", "content": "a"}]}, "give user, assistant or system"),
     "a number": ({"messages": [{"role": "user", "content": 5}]}, "a text or a list of blocks"),
     "an image": (
@@ -314,16 +314,16 @@ WRONG = {
         {"tools": [{"name": "f", "input_schema": COMBINED}], "tool_choice": {"type": "any"}},
         "schema too large",
     ),
-    "a choice": ({"tool_choice": "auto"}, "tool_choice is something else than an object"),
+    "a choice": ({"tool_choice": "auto"}, "tool_choice is a string: give an object"),
     "thinking": ({"thinking": {"type": "loud"}}, "thinking is loud: enable or disable it"),
     "a budget": ({"thinking": {"type": "enabled", "budget_tokens": "x"}}, "budget is a string"),
     "a form": ({"output_format": {"type": "xml"}}, "is no object of type json_schema"),
     "hot": ({"temperature": -1}, "temperature is -1"),
     "stop": ({"stop_sequences": [5]}, "stop is something else"),
-    "metadata": ({"metadata": "x"}, "metadata is something else than an object"),
+    "metadata": ({"metadata": "x"}, "metadata is a string: give an object"),
     "a user": (
         {"metadata": {"user_id": 5}},
-        "metadata.user_id is something else than a string",
+        "metadata.user_id is a number: give a string",
     ),
 }
 

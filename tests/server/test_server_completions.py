@@ -205,7 +205,7 @@ def test_tokens_and_back(server, tokenizer):
     assert ask_json(server, "/detokenize", {"tokens": ids})[1]["content"] == "Once upon"
     for path, body, sentence in (
         ("/tokenize", {}, "give one of content, prompt and messages"),
-        ("/tokenize", {"content": 5}, "content is something else than a string"),
+        ("/tokenize", {"content": 5}, "content is a number: give a string"),
         ("/tokenize", {"messages": 5}, "messages is a number"),
         ("/tokenize", {"messages": [{"role": "user", "content": 5}]}, "content is a number"),
         ("/detokenize", {"tokens": "a"}, "tokens is something else than a list"),

@@ -194,7 +194,7 @@ BAD = {
     "no schema": ({"response_format": {"type": "json_schema"}}, "has no json_schema with"),
     "an expression": ({"grammar": {"regex": "("}}, "unclosed group"),
     "no grammar": ({"grammar": {"gbnf": "root"}}, "grammar is neither"),
-    "grammar as text": ({"grammar": "x"}, "grammar is something else than an object"),
+    "grammar as text": ({"grammar": "x"}, "grammar is a string: give an object"),
     "two": (form_of({}) | {"grammar": {"regex": "a"}}, "exclude each other"),
     "no such tool": ({"tools": TOOLS, "tool_choice": {"type": "function", "function":
                      {"name": "f"}}}, "is not among tools"),

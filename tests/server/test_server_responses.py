@@ -353,8 +353,8 @@ WRONG = {
     "bad arguments": ({"input": [USER, CALL | {"arguments": "{"}, RESULT]}, "are not JSON"),
     "a result": ({"input": [USER, RESULT | {"call_id": None}]}, "no call_id"),
     "thoughts": ({"input": [USER, {"type": "reasoning", "summary": [5]}]}, "a reasoning item"),
-    "instructions": ({"instructions": 5}, "instructions is something else than a string"),
-    "metadata": ({"metadata": []}, "metadata is something else than an object"),
+    "instructions": ({"instructions": 5}, "instructions is a number: give a string"),
+    "metadata": ({"metadata": []}, "metadata is a list: give an object"),
     "a foreign tool": ({"tools": [{"type": "web_search"}]}, "web_search is no function"),
     "a bomb in a tool": (
         {

@@ -263,10 +263,10 @@ BAD = {
     "cache_salt": (5, "cache_salt is a number: give a string."),
     "user": ([], "user is a list: give a string."),
     "safety_identifier": ({"id": 1}, "safety_identifier is an object: give a string."),
-    "store": ("yes", "store is (a string: give a boolean|something else than true or false)."),
+    "store": ("yes", "store is a string: give a boolean."),
 }
 REFUSED = [(api, name, *found) for api in PATHS for name, found in BAD.items()] + [
-    (api, "metadata", "x", "metadata is something else than an object.")
+    (api, "metadata", "x", "metadata is a string: give an object.")
     for api in ("responses", "messages")
 ]
 
