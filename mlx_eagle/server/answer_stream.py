@@ -5,7 +5,6 @@ No HTTP and no models in here; mlx-lm's kinds of messages only. The generating t
 puts them beside the text, chunk by chunk, in the client's thread.
 """
 
-import json
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -49,19 +48,6 @@ class PairResponse(Response):
     stop_word: str | None = None
 
 
-PARSERS_FAIL = (
-    ArithmeticError,  # a number too large
-    AttributeError,
-    LookupError,
-    MemoryError,  # Python's own compiler, of texts that are nested too deeply
-    RecursionError,
-    SyntaxError,
-    TypeError,
-)
-"""Errors besides ValueError that mlx-lm's parsers raise for texts that are no calls."""
-
-ToolParser = Callable[[str, Any], Any]
-"""Turns the text of a call, and the tools, into calls: one dict, or several in a list."""
 Document = dict[str, Any]
 """A JSON object sent to a client or received from it."""
 Message = GenerationContext | PairResponse | tuple[int, int] | Exception | None
@@ -85,12 +71,6 @@ def error_document(error: RequestError) -> Document:
     kind = "invalid_request_error" if error.status < 500 else "server_error"
     code = error.code or error.status
     return {"error": {"message": str(error), "type": kind, "code": code}}
-
-
-def event_text(document: Document, name: str = "") -> str:
-    """Format an event of a stream; some APIs give each a name."""
-    head = f"event: {name}\n" if name else ""
-    return f"{head}data: {json.dumps(document)}\n\n"
 
 
 class AnswerStream:
@@ -208,25 +188,6 @@ class on_error:
             return False
         self._act(error)
         return True
-
-
-def checked(tool_parser: ToolParser) -> ToolParser:
-    """Wrap a parser to raise only ValueError, for which mlx-lm drops the call.
-
-    A call without arguments or a name would end the answer when it is formatted.
-    """
-
-    def parse(text: str, tools: Any) -> Any:
-        try:
-            parsed = tool_parser(text, tools)
-        except PARSERS_FAIL as err:
-            raise ValueError(f"the parser failed with {err!r}") from err
-        for call in parsed if isinstance(parsed, list) else [parsed]:
-            if not isinstance(call, dict) or not {"name", "arguments"} <= call.keys():
-                raise ValueError("a call has no name or no arguments")
-        return parsed
-
-    return parse
 
 
 def _as_request_error(error: Exception, status: int) -> RequestError:

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..system.fields import check_kind
-from .answer_stream import Document, RequestError, event_text
+from .answer_stream import Document, RequestError
 from .body import SCOPE, check_body, read_arguments, shortened
 from .client_session import ClientSession, Piece
 from .completions import asked_draft_usage, chat_request, model_name
-from .handler import Reply
+from .handler import Reply, event_text
 from .prompt import as_request_errors, encoded, with_one_system
 
 ATTRIBUTION = "x-anthropic-billing-header:"

@@ -10,12 +10,12 @@ from mlx_lm.server import CompletionRequest, GenerationContext, ToolCallFormatte
 
 from ..decoding.stats import Stats
 from ..system.progress import silent
-from .answer_stream import AnswerStream, DraftReport, PairResponse, checked, counts
+from .answer_stream import AnswerStream, DraftReport, PairResponse, counts
 from .body import PairArguments
 from .collect import Collector, chat_row
 from .engine import PairGenerator
 from .prompt import Tokenized
-from .tool_formats import readable
+from .tool_formats import checked, readable
 
 
 @dataclass

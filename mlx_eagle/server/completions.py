@@ -8,10 +8,10 @@ from typing import Any
 from mlx_lm.server import CompletionRequest
 
 from ..system.fields import check_kind
-from .answer_stream import Document, PairResponse, RequestError, draft_usage, event_text
+from .answer_stream import Document, PairResponse, RequestError, draft_usage
 from .body import PairArguments, check_messages, read_arguments, read_prompts, shortened
 from .client_session import ClientSession, Piece
-from .handler import Reply
+from .handler import Reply, event_text
 from .prompt import as_request_errors, render
 from .provider import FINGERPRINT, PairProvider
 

@@ -20,7 +20,7 @@ from urllib.parse import unquote
 
 from mlx_lm.server import CompletionRequest
 
-from .answer_stream import Document, RequestError, draft_usage, error_document, event_text
+from .answer_stream import Document, RequestError, draft_usage, error_document
 from .body import PairArguments, read_body, shortened
 from .client_session import ClientSession
 from .listener import PairServer, Presence, RequestReader, drain
@@ -81,6 +81,12 @@ class Route:
 RESPONSES = "/v1/responses/"  # and the name of one that is kept
 NO_ROUTE = Route(dict, lambda reply, body: None)
 EXTRA_HEADERS = {401: {"WWW-Authenticate": 'Bearer realm="mlx-eagle"'}, 503: {"Retry-After": "5"}}
+
+
+def event_text(document: Document, name: str = "") -> str:
+    """Format an event of a stream; some APIs give each a name."""
+    head = f"event: {name}\n" if name else ""
+    return f"{head}data: {json.dumps(document)}\n\n"
 
 
 class Reply(BaseHTTPRequestHandler):

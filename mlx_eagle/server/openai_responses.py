@@ -15,11 +15,11 @@ from mlx_lm.server import CompletionRequest
 
 from ..system.fields import check_kind
 from ..system.progress import silent
-from .answer_stream import Document, RequestError, event_text
+from .answer_stream import Document, RequestError
 from .body import SCOPE, PairArguments, check_body, read_arguments, shortened
 from .client_session import ClientSession
 from .completions import asked_draft_usage, chat_request, logprob_of, model_name
-from .handler import Reply
+from .handler import Reply, event_text
 from .prompt import as_request_errors, with_one_system, without_oldest
 
 SAME = (

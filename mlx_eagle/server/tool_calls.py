@@ -13,13 +13,13 @@ from typing import Any
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..structured import as_terminal, embedded, read_schema, spelled
-from .answer_stream import checked
 from .tool_formats import (
     ALL,
     FORMATS,
     CallFormat,
     Schema,
     UnwritableCall,
+    checked,
     format_of,
     readable,
     resolved,

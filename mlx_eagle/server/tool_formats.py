@@ -4,11 +4,24 @@ A format is a row of texts. ``tool_calls.py`` makes grammars of them; ``readable
 tools for a parser, so that it reads arguments in the types of their schemas.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 Schema = Mapping[str, Any]
+PARSERS_FAIL = (
+    ArithmeticError,  # a number too large
+    AttributeError,
+    LookupError,
+    MemoryError,  # Python's own compiler, of texts that are nested too deeply
+    RecursionError,
+    SyntaxError,
+    TypeError,
+)
+"""Errors besides ValueError that mlx-lm's parsers raise for texts that are no calls."""
+
+ToolParser = Callable[[str, Any], Any]
+"""Turns the text of a call, and the tools, into calls: one dict, or several in a list."""
 
 
 class UnwritableCall(Exception):
@@ -147,6 +160,25 @@ def readable(tools: Sequence[dict[str, Any]] | None, parser: Any) -> list[dict[s
             tool = tool | {"function": function | {"parameters": schema | {"properties": typed}}}
         found.append(tool)
     return found
+
+
+def checked(tool_parser: ToolParser) -> ToolParser:
+    """Wrap a parser to raise only ValueError, for which mlx-lm drops the call.
+
+    A call without arguments or a name would end the answer when it is formatted.
+    """
+
+    def parse(text: str, tools: Any) -> Any:
+        try:
+            parsed = tool_parser(text, tools)
+        except PARSERS_FAIL as err:
+            raise ValueError(f"the parser failed with {err!r}") from err
+        for call in parsed if isinstance(parsed, list) else [parsed]:
+            if not isinstance(call, dict) or not {"name", "arguments"} <= call.keys():
+                raise ValueError("a call has no name or no arguments")
+        return parsed
+
+    return parse
 
 
 def _typed(schema: Any, root: Schema, known: dict[str, set[str]]) -> Any:

@@ -17,9 +17,8 @@ from schemas import COUNT, WORD, items, random_schema, record
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from mlx_eagle.server.answer_stream import checked
 from mlx_eagle.server.grammars import Form, make_grammar
-from mlx_eagle.server.tool_formats import FORMATS, readable
+from mlx_eagle.server.tool_formats import FORMATS, checked, readable
 
 TEMPLATES = {  # what of a chat template a format is known by, and special tokens of its models
     "function_gemma": ("", "<start_function_call> <end_function_call> <escape>"),
