@@ -246,7 +246,7 @@ def _usage(session: ClientSession) -> Document:
         "cache_read_input_tokens": session.num_cached,
         "cache_creation_input_tokens": 0,
         "output_tokens": session.num_generated,
-        **asked_draft_usage(session),
+        **asked_draft_usage([session]),
     }
 
 

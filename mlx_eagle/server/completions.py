@@ -150,21 +150,19 @@ class Answering:
         leaders = self._sessions[:: self._num_each]
         num_prompt = sum(len(session.prompt) for session in leaders)
         num_generated = sum(session.num_generated for session in sessions)
-        usage = {
+        return {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_generated,
             "total_tokens": num_prompt + num_generated,
             "prompt_tokens_details": {"cached_tokens": sum(s.num_cached for s in leaders)},
+            **asked_draft_usage(sessions),
         }
-        if self._reply.provider.cli_args.usage_stats:
-            usage |= draft_usage(s.stats for s in sessions)
-        return usage
 
 
-def asked_draft_usage(session: ClientSession) -> Document:
-    """Draft statistics of one answer, if the server was started with --usage-stats."""
-    is_asked = session.generator.model_provider.cli_args.usage_stats
-    return draft_usage([session.stats]) if is_asked else {}
+def asked_draft_usage(sessions: Sequence[ClientSession]) -> Document:
+    """Draft statistics of some answers, if the server was started with --usage-stats."""
+    is_asked = sessions[0].generator.model_provider.cli_args.usage_stats
+    return draft_usage(session.stats for session in sessions) if is_asked else {}
 
 
 def model_name(reply: Reply, body: Document) -> str:

@@ -437,5 +437,5 @@ def _usage(session: ClientSession, num_reasoning: int) -> Document:
         "output_tokens": num_generated,
         "output_tokens_details": {"reasoning_tokens": num_reasoning},
         "total_tokens": num_prompt + num_generated,
-        **asked_draft_usage(session),
+        **asked_draft_usage([session]),
     }

@@ -229,7 +229,7 @@ IGNORED = {
     "tools": ({"tools": [TOOL]}, "takes no tools: leave them out"),
     "effort": ({"reasoning_effort": "low"}, "knows no reasoning_effort: leave it out"),
     "a form": ({"response_format": {"type": "json_object"}}, "nothing satisfies it"),
-    "a function": ({"tools": [{"function": 5}]}, "a tool's function is something else"),
+    "a function": ({"tools": [{"function": 5}]}, "a tool's function is a number: give an object"),
 }
 
 
