@@ -17,12 +17,14 @@ kernels all the same. Whether either is faster is measured (``decoding/pass_cost
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from types import FunctionType
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from .absorbed import AbsorbedAttention, NotedProjection, find_projections, has_both_forms
 from .attention import NAME, AttentionParts, attend_in_parts, find_attention, no_kernel
 from .masks_and_ropes import PositionedRope, RowPositions, find_ropes, named_modules, tree_masks
 from .states import StateRecorder, is_recurrent
@@ -71,17 +73,23 @@ class StandIn:
     ):
         self.positions = RowPositions()
         self.parts = AttentionParts(most_rows)
+        self.absorbed = AbsorbedAttention()
         self.states = StateRecorder()
         ropes = find_ropes(model)
-        changed = list(changed)
         others = self._changed_methods(model, ropes)
-        self.model, copies = copy_modules(model, [*changed, *ropes, *(m for m, _ in others)])
-        self.copies = copies[: len(changed)]
-        copies = copies[len(changed) :]
-        for rope in copies[: len(ropes)]:
+        groups = [list(changed), ropes, find_projections(model), [m for m, _ in others]]
+        self.model, copies = copy_modules(model, [m for group in groups for m in group])
+        left = iter(copies)
+        self.copies, ropes, projections, copies = (
+            list(islice(left, len(group))) for group in groups
+        )
+        for rope in ropes:
             add_behaviour(rope, PositionedRope)
             rope._row_positions = self.positions
-        for module, (_, methods) in zip(copies[len(ropes) :], others, strict=True):
+        for projection in projections:
+            add_behaviour(projection, NotedProjection)
+            projection._absorbed = self.absorbed
+        for module, (_, methods) in zip(copies, others, strict=True):
             module.__class__ = type(type(module).__name__, (type(module),), methods)
 
     def _changed_methods(
@@ -106,6 +114,9 @@ class StandIn:
             names = self.states.names_in(method) if is_recurrent(method) else {}
             if attends and name == "__call__":
                 names[NAME] = partial(attend_in_parts, self.parts)
+                if has_both_forms(method):
+                    names = {**self.absorbed.names_in(method), **names}
+                    names[NAME] = partial(self.absorbed, names[NAME])
             new: Any = with_names(method, names) if names else method
             new = self.states.noting(name, new) if is_recurrent(method) else new
             if new is not method:
@@ -119,7 +130,8 @@ class StandIn:
         ``tree_mask[r, a]`` says whether row a is r itself or one of its ancestors.
         """
         depths = tree_mask.sum(axis=1) - 1
-        with tree_masks(caches, tree_mask, depths), self.positions.told(depths):
+        masks = tree_masks(caches, tree_mask, depths)
+        with masks, self.positions.told(depths), self.absorbed.told():
             yield
 
 

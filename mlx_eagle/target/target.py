@@ -137,7 +137,8 @@ class Target:
 
     def batch(self, tokens: mx.array, cache: list[Any]) -> tuple[mx.array, mx.array | None]:
         """Run tokens (B, R) on top of batch caches: logits (B, R, V), features (B, R, F)."""
-        logits, seen = self._pass(tokens, cache)
+        with self._stand_in.absorbed.told():
+            logits, seen = self._pass(tokens, cache)
         return logits, self._features(seen, tokens.shape[0])
 
     def logits_at(
@@ -175,9 +176,12 @@ class Target:
 
     @contextmanager
     def matching_single_row(self, cache: list[Any], num_rows: int) -> Iterator[None]:
-        """Give each row of a chain, in this block, the mask and position of plain decoding."""
+        """Give each row of a chain, in this block, the mask and position of plain decoding.
+
+        Its rows attend to a latent cache as a single one does.
+        """
         positions = self._stand_in.positions.told(one_by_one=num_rows > 1)
-        with exact_masks(cache, num_rows), positions:
+        with exact_masks(cache, num_rows), positions, self._stand_in.absorbed.told():
             yield
 
     def _pass(
