@@ -129,8 +129,7 @@ class HeadBatchDrafter:
     def _forward(self, tokens: mx.array, states: mx.array) -> mx.array:
         """Run the head behind what is kept: tokens (B, m), states (B, m, h) -> (B, m, h)."""
         self._num_forwards += 1
-        made: mx.array = self._own.head(self._own._embed(tokens), states, self._caches.open())
-        return made
+        return self._own.forward(self._own._embed(tokens), states, self._caches.open())
 
 
 class SequentialDrafter:

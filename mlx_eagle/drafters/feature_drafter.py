@@ -58,6 +58,11 @@ class FeatureDrafter(Drafter):
 
     # Of heads that draft step by step, for ``HeadBatchDrafter``.
 
+    def forward(self, embeddings: mx.array, states: mx.array, caches: list[Any]) -> mx.array:
+        """One pass of the head over m slots of B requests: (B, m, h), (B, m, h) -> (B, m, h)."""
+        made: mx.array = self.head(embeddings, states, caches)
+        return made
+
     def states_of(self, features: mx.array) -> mx.array:
         """The head's input for features (..., F): states (..., h), or the features themselves."""
         return features

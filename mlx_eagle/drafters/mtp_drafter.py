@@ -180,6 +180,22 @@ class MTPDrafter(FeatureDrafter):
     def make_cache(self) -> list[Any]:
         return [*self.head.make_cache(), KVCache()]
 
+    def _start(self, cache: list[Any]) -> None:
+        super()._start(cache)
+        self._made_stand_in: StandIn | None = None
+
+    @property
+    def _stand_in(self) -> StandIn:
+        """The head's stand-in of this request."""
+        if self._made_stand_in is None:
+            self._made_stand_in = StandIn(self.head)
+        return self._made_stand_in
+
+    def forward(self, embeddings: mx.array, states: mx.array, caches: list[Any]) -> mx.array:
+        with self._stand_in.absorbed.told():
+            made: mx.array = self._stand_in.model(embeddings, states, caches)
+        return made
+
     def batch_drafter(self) -> BatchDrafter | None:
         return HeadBatchDrafter(self)
 
@@ -216,7 +232,6 @@ class MTPDrafter(FeatureDrafter):
 
         Each node's slot stands at its depth, and sees the committed slots and its ancestors.
         """
-        stand_in = StandIn(self.head)
         caches = self.cache[:-1]
         states = self._seed
         taken = [mx.zeros((0,), mx.int32)], [states[:0]]  # tokens and states of all slots so far
@@ -233,9 +248,9 @@ class MTPDrafter(FeatureDrafter):
             taken[1].append(states[rows])
             trim_prompt_cache(caches, before)
             self.num_forwards += 1
-            with stand_in.tree_attention(caches, mask):
+            with self._stand_in.tree_attention(caches, mask):
                 embeddings = self._embed(mx.concatenate(taken[0]))[None]
-                out = stand_in.model(embeddings, mx.concatenate(taken[1])[None], caches)
+                out = self.forward(embeddings, mx.concatenate(taken[1])[None], caches)
             states = out[0, before:]
             return self.logits(states)
 
@@ -246,8 +261,7 @@ class MTPDrafter(FeatureDrafter):
     def _forward(self, tokens: mx.array, states: mx.array) -> mx.array:
         """One forward over tokens (m,) and states (m, h) -> (m, h)."""
         self.num_forwards += 1
-        made: mx.array = self.head(self._embedded(tokens)[None], states[None], self.cache[:-1])
-        return made[0]
+        return self.forward(self._embedded(tokens)[None], states[None], self.cache[:-1])[0]
 
 
 class SteppedMTPDrafter(MTPDrafter):

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
+from math import prod
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -12,6 +14,8 @@ from helpers import PROMPT
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 from tolerances import tolerance
 
+from mlx_eagle.drafters.mtp import make_mtp_head
+from mlx_eagle.drafters.mtp_drafter import MTPDrafter
 from mlx_eagle.target.cache_view import single_caches
 from mlx_eagle.target.ragged import RaggedCaches
 from mlx_eagle.target.target import Target
@@ -28,7 +32,8 @@ AN_EIGHTH = {
     "index_n_heads": 4, "index_topk": 2048,
 }  # fmt: skip
 """As published, each width an eighth and a sixteenth of the heads."""
-ROWS = [3, 50, 7, 80]
+ROWS = mx.array([3, 50, 7, 80])
+OTHER = mx.array(9)
 
 
 def model_of(name: str) -> nn.Module:
@@ -51,16 +56,16 @@ def caches_of(model: nn.Module, num_tokens: int) -> list:
     return caches
 
 
-def multiplications(run: Callable[[mx.array], mx.array], tokens: list[int]) -> int:
+def multiplications(run: Callable[[mx.array], mx.array], rows: mx.array) -> int:
     """Those of attention in the graph of ``run``: products of more than a matrix of weights."""
     found: list[dict] = []
-    mx.export_function(found.append, run, mx.array(tokens))
+    mx.export_function(found.append, run, rows)
     products = [part for part in found if part.get("name") == "Matmul"]
     count = 0
     for product in products:
-        (_, rows, _), (_, columns, _) = product["inputs"]
-        if len(rows) > 2:
-            count += mx.zeros(rows[:-1]).size * rows[-1] * columns[-1]
+        (_, left, _), (_, right, _) = product["inputs"]
+        if len(left) > 2:
+            count += prod(left) * right[-1]
     return count
 
 
@@ -86,7 +91,7 @@ def test_four_rows_multiply_little_more_than_four_steps(name, num_tokens):
     caches = caches_of(model, num_tokens)
     rows = multiplications(verified(model, deepcopy(caches)), ROWS)
     step = multiplications(own(model, caches), ROWS[:1])
-    assert 0 < rows <= 1.3 * len(ROWS) * step
+    assert 0 < rows <= 1.3 * ROWS.size * step
 
 
 @pytest.mark.parametrize("name", thorough(LATENT, "deepseek_v3", "deepseek_v32"))
@@ -97,27 +102,27 @@ def test_rows_get_the_numbers_of_single_ones(name):
     before = make_prompt_cache(model)
     model(prompt[None], cache=before)
     caches = deepcopy(before)
-    steps = [own(model, caches)(mx.array([token])) for token in ROWS]
+    steps = [own(model, caches)(token[None]) for token in ROWS]
     expected = mx.concatenate(steps)
     most = 10 * tolerance() * mx.abs(expected).max()
-    assert mx.abs(verified(model, deepcopy(before))(mx.array(ROWS)) - expected).max() < most
+    assert mx.abs(verified(model, deepcopy(before))(ROWS) - expected).max() < most
     if any(type(cache) is not KVCache for cache in before):
         return
     tree = ancestors(mx.array([0, 1, 0]), 3)  # the chain's first rows, and another below the root
     target = Target(model)
-    logits, _ = target(mx.array([*ROWS[:3], 9]), deepcopy(before), tree)
+    logits, _ = target(mx.concatenate([ROWS[:3], OTHER[None]]), deepcopy(before), tree)
     assert mx.abs(logits[:3] - expected[:3]).max() < most
     caches = deepcopy(before)
-    other = [own(model, caches)(mx.array([token])) for token in (ROWS[0], 9)]
+    other = [own(model, caches)(token[None]) for token in (ROWS[0], OTHER)]
     assert mx.abs(logits[3] - other[1][0]).max() < most
     shared = RaggedCaches()
     short = make_prompt_cache(model)
     model(prompt[None, :9], cache=short)
     shared.join(before)
     shared.join(short)
-    logits, _ = target.batch(mx.array([ROWS, ROWS[::-1]]), shared.open())
+    logits, _ = target.batch(mx.stack([ROWS, ROWS[::-1]]), shared.open())
     assert mx.abs(logits[0] - expected).max() < most
-    steps = [own(model, short)(mx.array([token])) for token in ROWS[::-1]]
+    steps = [own(model, short)(token[None]) for token in ROWS[::-1]]
     assert mx.abs(logits[1] - mx.concatenate(steps)).max() < most
 
 
@@ -127,7 +132,7 @@ def test_it_never_multiplies_more_than_mlx_lm(name):
     saves = set()
     for num_tokens in (8, 40, 200):
         for num_rows in (2, 8, 20, 60):
-            tokens = list(range(num_rows))
+            tokens = mx.arange(num_rows)
             ours, theirs = (
                 multiplications(kind(model, caches_of(model, num_tokens)), tokens)
                 for kind in (verified, own)
@@ -149,7 +154,32 @@ def test_projections_may_be_quantized():
     model = build("glm4_moe_lite", kv_lora_rank=64, qk_nope_head_dim=32, v_head_dim=32)
     nn.quantize(model, 32, 4)
     caches = caches_of(model, 60)
-    rows = verified(model, deepcopy(caches))(mx.array(ROWS))
-    steps = [own(model, caches)(mx.array([token])) for token in ROWS]
+    rows = verified(model, deepcopy(caches))(ROWS)
+    steps = [own(model, caches)(token[None]) for token in ROWS]
     expected = mx.concatenate(steps)
     assert mx.abs(rows - expected).max() < 10 * tolerance() * mx.abs(expected).max()
+
+
+@pytest.mark.parametrize("name", thorough(["deepseek_v3", "glm4_moe_lite"], "glm4_moe_lite"))
+def test_an_mtp_layer_absorbs_too(name):
+    """What it makes of four accepted tokens is what single ones make, and takes no more."""
+    model = build(name)
+    drafter = MTPDrafter(make_mtp_head(model), model).begin()
+    embeddings, states = (mx.random.normal((1, 304, 64)) for _ in range(2))
+    before = drafter.head.make_cache()
+    drafter.head(embeddings[:, :300], states[:, :300], before)
+    mx.eval(drafter.head.parameters(), embeddings, states, [cache.state for cache in before])
+
+    def run(forward: Callable, start: int, end: int, caches: list, given=embeddings) -> mx.array:
+        return forward(given[:, start:end], states[:, start:end], caches)
+
+    caches = deepcopy(before)
+    steps = [run(drafter.head, i, i + 1, caches) for i in range(300, 304)]
+    expected = mx.concatenate(steps, axis=1)
+    made = run(drafter.forward, 300, 304, deepcopy(before))
+    assert mx.abs(made - expected).max() < 10 * tolerance() * mx.abs(expected).max()
+    rows, step = (
+        multiplications(partial(run, forward, 300, end, deepcopy(before)), embeddings)
+        for forward, end in ((drafter.forward, 304), (drafter.head, 301))
+    )
+    assert 0 < rows <= 1.3 * 4 * step
