@@ -100,6 +100,7 @@ class TreeShape(NamedTuple):
             origins.append(mx.repeat(beam, self.width).astype(mx.int32))
             if level == self.depth - 1:
                 break
+            mx.async_eval(scores[-1])  # the device goes on while the next level is built
             best = top_k(scores[-1], self.width)
             beam = num_before + best
             reached = scores[-1][best]
@@ -207,6 +208,7 @@ class StaticTree:
             num_asked += len(branches) * most
             if level == self.depth - 1:
                 break
+            mx.async_eval(picked[-1])  # the device goes on while the next level is built
             inner = [i for i, count in enumerate(self.children[level + 1]) if count]
             logits = step(picked[-1][mx.array(inner)], mx.array([rows[i] for i in inner]))
         parents = mx.array(self.parents, dtype=mx.int32)

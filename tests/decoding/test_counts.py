@@ -165,6 +165,23 @@ def test_long_drafts_are_started_token_by_token(model, monkeypatch, k, num_start
     assert tokens.tolist() == expected
 
 
+@pytest.mark.parametrize("tree", ["3x3:7", "4x5:15", "2/2+1/1"])
+def test_trees_are_started_level_by_level(model, monkeypatch, tree):
+    """The first start is of the root's children, whose logits run behind the accept pass."""
+    drafter, started = tiny_head(model).begin(), []
+    drafter.extend(mx.array(PROMPT), mx.random.normal((len(PROMPT), drafter.width)))
+    mx.eval(drafter.pending())
+    shape = parse_tree(tree)
+    expected = drafter.propose_tree(shape, Match().pick_children).tokens
+    whole = num_primitives(expected)
+    start = mx.async_eval
+    counted = lambda *arrays: (started.append(num_primitives(*arrays)), start(*arrays))  # noqa: E731
+    monkeypatch.setattr(mx, "async_eval", counted)
+    tokens = drafter.propose_tree(shape, Match().pick_children).tokens
+    assert len(started) == shape.depth - 1 and started[0] <= whole / 4
+    assert tokens.tolist() == expected.tolist()
+
+
 def test_a_draft_step_of_a_quantized_head_is_thirty_primitives(model):
     head = tiny_head(model)
     nn.quantize(head.head, group_size=32, bits=4)
