@@ -27,7 +27,7 @@ class Reject:
         return f"reject {self.sampling.filters}"
 
     def open(self, position: int, size: int) -> "RejectChoice":
-        return RejectChoice(self.sampling, position)
+        return RejectChoice(self.sampling, position, size)
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,22 @@ class RejectChoice:
 
     sampling: Sampling
     position: int
+    size: int
     levels: list[Drawn] = field(default_factory=list)
+    of_chain: mx.array | None = None  # noise (size, Vd) for the picks of a chain
 
     REST, DRAFT, COIN = range(3)
 
     def pick(self, logits: mx.array, ids: mx.array | None) -> mx.array:
-        return self.pick_children(logits, ids, 1)[0][0]
+        log_q = self.sampling.log_probabilities(normalized(logits))
+        place = len(self.levels)
+        if self.of_chain is None:
+            size = log_q.shape[1]
+            self.of_chain = self.sampling.noises(self.position, self.size, size, self.DRAFT)
+        noise = self.of_chain[place : place + 1]
+        index = mx.argmax(log_q + noise, axis=-1, keepdims=True)
+        self.levels.append(Drawn(index, log_q, ids))
+        return index[0]
 
     def pick_children(
         self, logits: mx.array, ids: mx.array | None, count: int
@@ -58,7 +68,7 @@ class RejectChoice:
         unfiltered = normalized(logits)
         log_q = self.sampling.log_probabilities(unfiltered)
         # Noise for each node: what one draws must not decide which siblings another one has.
-        noise = self._gumbel(log_q.shape, len(self.levels), self.DRAFT)
+        noise = self._noise(log_q.shape)
         index, likely = drawn(log_q, unfiltered, noise, count)
         self.levels.append(Drawn(index, log_q, ids))
         return index, likely
@@ -68,31 +78,44 @@ class RejectChoice:
 
     def verify(self, draft: Draft, tree_mask: mx.array | None, logits: mx.array) -> Verification:
         log_p = self.sampling.log_probabilities(log_softmax(logits))
-        num_rows, size = log_p.shape
-        # At each depth only one row can be reached: the others may have its random numbers.
-        depths = mx.arange(num_rows) if tree_mask is None else tree_mask.sum(axis=1) - 1
         num_depths = draft.num_levels + 1
-        noise = mx.stack([self._gumbel((size,), i, self.REST) for i in range(num_depths)])[depths]
-        places = self._places(draft)
-        if places is None:
+        noise = self.sampling.noises(self.position, num_depths, log_p.shape[1], self.REST)
+        if tree_mask is None or draft.parents is None:
+            if len(self.levels) == len(draft) > 0:
+                return self._verify_chain(draft, log_p, noise, logits)
             return match(draft, tree_mask, mx.argmax(log_p + noise, axis=-1), logits)
-        parents = mx.arange(len(draft)) if draft.parents is None else draft.parents
-        ranks, rows = families(parents, max(level.index.shape[1] for level in self.levels))
-        q, children = self._tried(places, rows)
-        shape = rows.shape[1:]
-        keys = [self._key(i, self.COIN) for i in range(num_depths)]
-        coins = mx.stack([mx.random.uniform(shape=shape, key=key) for key in keys])[depths]
+        # At each depth only one row can be reached: the others may have its random numbers.
+        depths = tree_mask.sum(axis=1) - 1
+        noise = noise[depths]
+        if draft.draw_index is None:
+            return match(draft, tree_mask, mx.argmax(log_p + noise, axis=-1), logits)
+        width = max(level.index.shape[1] for level in self.levels)
+        ranks, rows = families(draft.parents, width)
+        q, children = self._tried(draft.draw_index, rows)
+        coins = self._coins(num_depths, width)[depths]
         kept, left = try_in_turn(mx.exp(log_p), q, self.levels[0].ids, children, coins)
         child = mx.take_along_axis(rows, mx.maximum(kept, 0)[:, None], axis=1)[:, 0]
-        token = draft.tokens[child - 1]
-        other = mx.argmax(mx.log(left) + noise, axis=-1)
-        following = mx.where(kept < 0, other.astype(mx.int32), token)
-        return keep_branch(draft, tree_mask, kept[parents] == ranks, following, logits)
+        following = _or_other(draft.tokens[child - 1], kept, left, noise)
+        return keep_branch(draft, tree_mask, kept[draft.parents] == ranks, following, logits)
 
-    def _places(self, draft: Draft) -> mx.array | None:
-        """Places of the draft's tokens among all drawn here; None if they were not drawn here."""
-        is_chain = draft.parents is None and len(self.levels) == len(draft) > 0
-        return mx.arange(len(draft)) if is_chain else draft.draw_index
+    def _verify_chain(
+        self, draft: Draft, log_p: mx.array, noise: mx.array, logits: mx.array
+    ) -> Verification:
+        """``verify`` a chain that was drawn here: a row has one child, the next, the last none."""
+        drawn_from = [level.log_q for level in self.levels]
+        q = mx.exp(mx.concatenate([*drawn_from, drawn_from[-1]]))
+        index = [level.index.astype(mx.int32) for level in self.levels]
+        children = mx.concatenate([*index, mx.array([[-1]])])
+        coins = self._coins(len(draft) + 1, 1)
+        kept, left = try_in_turn(mx.exp(log_p), q, self.levels[0].ids, children, coins)
+        tokens = mx.concatenate([draft.tokens, draft.tokens[-1:]])
+        following = _or_other(tokens, kept, left, noise)
+        return keep_branch(draft, None, kept[:-1] == 0, following, logits)
+
+    def _coins(self, num_depths: int, width: int) -> mx.array:
+        """Uniform numbers (D, ``width``) below 1, of the round's positions."""
+        keys = self.sampling.keys(self.position, num_depths, self.COIN)
+        return mx.vmap(lambda key: mx.random.uniform(shape=(width,), key=key))(keys)
 
     def _tried(self, places: mx.array, rows: mx.array) -> tuple[mx.array, mx.array]:
         """Arguments of ``try_in_turn`` for the tokens at ``places``: q (R, Vd), children (R, n).
@@ -107,11 +130,16 @@ class RejectChoice:
         children = mx.where(rows > 0, index[drawn_as].astype(mx.int32), -1)
         return q[of_place[drawn_as[:, 0]]], children
 
-    def _gumbel(self, shape: tuple[int, ...], row: int, use: int) -> mx.array:
-        return mx.random.gumbel(shape, key=self._key(row, use))
+    def _noise(self, shape: tuple[int, ...]) -> mx.array:
+        """Gumbel noise for the nodes of the level that is drawn next."""
+        key = self.sampling.key(self.position + len(self.levels), self.DRAFT)
+        return mx.random.gumbel(shape, key=key)
 
-    def _key(self, row: int, use: int) -> mx.array:
-        return self.sampling.key(self.position + row, use)
+
+def _or_other(tokens: mx.array, kept: mx.array, left: mx.array, noise: mx.array) -> mx.array:
+    """Tokens (R,) of the children kept; where none was, one drawn from ``left`` (R, V)."""
+    other = mx.argmax(mx.log(left) + noise, axis=-1)
+    return mx.where(kept < 0, other.astype(mx.int32), tokens)
 
 
 def try_in_turn(

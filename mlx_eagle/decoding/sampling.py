@@ -108,12 +108,17 @@ class Sampling:
         """Gumbel noise (size,) of a generated position; ``kind``, 0 to 3, separates uses."""
         return mx.random.gumbel((size,), key=self.key(position, kind))
 
-    def noises(self, position: int, num: int, size: int) -> mx.array:
+    def noises(self, position: int, num: int, size: int, kind: int = 0) -> mx.array:
         """``noise`` (num, size) of that position and those after it, in one go."""
         if num == 1:
-            return self.noise(position, size)[None]
-        numbers = mx.array([[0, position + i] for i in range(num)], dtype=mx.uint32)
-        return mx.vmap(lambda key: mx.random.gumbel((size,), key=key))(self.base_key ^ numbers)
+            return self.noise(position, size, kind)[None]
+        keys = self.keys(position, num, kind)
+        return mx.vmap(lambda key: mx.random.gumbel((size,), key=key))(keys)
+
+    def keys(self, position: int, num: int, kind: int = 0) -> mx.array:
+        """``key`` (num, 2) of that position and those after it."""
+        numbers = mx.array([[kind, position + i] for i in range(num)], dtype=mx.uint32)
+        return self.base_key ^ numbers
 
     def key(self, position: int, kind: int = 0) -> mx.array:
         """The random key of a generated position; ``kind``, 0 to 3, separates uses."""
