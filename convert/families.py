@@ -73,15 +73,6 @@ DROPPED = re.compile(r"^verifier_|(^|\.)rotary_emb\.inv_freq$")
 
 
 @dataclass(frozen=True)
-class Refusal:
-    """A kind of draft model that is not converted, known by any one of the patterns."""
-
-    what: str
-    way_out: str
-    patterns: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class Family:
     """A layout that is converted: all of ``has`` match and none of ``lacks``.
 
@@ -108,40 +99,7 @@ class Family:
     norm_output_unknown: bool = False
 
 
-REFUSALS = (
-    Refusal("an already converted head", "use the folder as it is", (r"^config aux_ids_source ",)),
-    Refusal(
-        "a drafter of blocks (DFlash, DSpark) whose layers are of a kind that is not known",
-        "use an EAGLE-3 head of the same target",
-        (
-            r"^config architectures\.\d+ = .*(DFlash|DSpark|Domino|XPress)",
-            r"^config (speculators_model_type|model_type) = .*(dflash|dspark|domino|xpress)",
-            r"^config (dflash_config\.|markov_|confidence_head|projector_type |selector_)",
-            r"^tensor (.*\.)?(markov_|confidence_head)",
-            r"\A(?=(?s:.*)^config block_size )(?=(?s:.*)^config mask_token_id )",
-        ),
-    ),
-    Refusal(
-        "a multi-token-prediction (MTP) assistant",
-        "use an EAGLE-3 head of the same target",
-        (
-            r"^tensor (.*\.)?(hnorm|eh_proj|e_h_proj)\.",
-            r"^tensor (.*\.)?mtp\.",
-            r"^config eagle_config\.(use_mtp_layernorm|eh_proj_before_attn) = True",
-            r"^config architectures\.\d+ = .*(Assistant|MTP|NextN)",
-        ),
-    ),
-    Refusal(
-        "a draft head with experts or gated attention",
-        "use a dense EAGLE-3 head of the same target",
-        (r"^tensor (.*\.)?(mlp\.(experts|router|gate)|self_attn\.g_proj)\.",),
-    ),
-    Refusal(
-        "a head quantized as GPTQ, AWQ, bitsandbytes or MLX do",
-        "use one of compressed-tensors, ModelOpt or GGUF, or the bfloat16 head it was made from",
-        (r"^tensor .*\.(scales|qweight|qzeros|absmax|quant_state\S*|nested_\S+) ",),
-    ),
-)
+OTHER_PACKINGS = re.compile(r"\.(scales|qweight|qzeros|absmax|quant_state\S*|nested_\S+)$")
 
 # Layer 0 attends from the embedding and the state: the mark of EAGLE-3.
 ENTRANCE = r"^tensor layers\.0\.self_attn\.(?:q_proj|kv_a_proj_with_mqa)\.weight \[\w+, "
@@ -317,7 +275,7 @@ def _explain(source: str, tensors: Mapping[str, Tensor]) -> None:
 def find_family(checkpoint: DraftCheckpoint) -> tuple[Family, dict[str, Tensor]]:
     """The checkpoint's family, and its tensors by canonical names, in one piece each.
 
-    Raises ValueError for other checkpoints; it names those that are known and not converted.
+    Raises ValueError for other checkpoints.
     """
     names = [name for name in checkpoint.tensors if not DROPPED.search(canonical(name))]
     whole = unpacked({name: checkpoint.tensors[name] for name in names}, checkpoint.config)
@@ -328,11 +286,12 @@ def find_family(checkpoint: DraftCheckpoint) -> tuple[Family, dict[str, Tensor]]
     def found(pattern: str) -> bool:
         return re.search(pattern, text, re.MULTILINE) is not None
 
-    for refusal in REFUSALS:
-        if any(map(found, refusal.patterns)):
-            raise ValueError(
-                f"{checkpoint.source} is {refusal.what}, which is not converted; {refusal.way_out}"
-            )
+    if any(map(OTHER_PACKINGS.search, names)):
+        raise ValueError(
+            f"{checkpoint.source} is a head quantized as GPTQ, AWQ, bitsandbytes or MLX do, which "
+            "is not converted; use one of compressed-tensors, ModelOpt or GGUF, or the bfloat16 "
+            "head it was made from"
+        )
     if len(tensors) < len(names):
         twice = next(n for n in tensors if sum(canonical(name) == n for name in names) > 1)
         raise ValueError(f"{checkpoint.source} holds {twice} under two names; remove one")

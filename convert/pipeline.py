@@ -10,7 +10,7 @@ import mlx.core as mx
 from mlx_eagle.drafters.config import Eagle3Config
 from mlx_eagle.drafters.folder import bits_of
 from mlx_eagle.drafters.kind import Tensor, Tensors
-from mlx_eagle.drafters.kinds import KINDS, OTHERWISE, recognise
+from mlx_eagle.drafters.kinds import KINDS, OTHERWISE, is_converted, recognise
 from mlx_eagle.drafters.target_parts import (
     TargetSizes,
     fetch_files,
@@ -350,6 +350,8 @@ def _open(source: str, revision: str | None, target: str | None) -> tuple[str, D
     Raises ValueError for a kind that is known and not read.
     """
     folder = locate(source, CONFIG_FILES, revision)
+    if is_converted(folder):
+        raise ValueError(f"{source} is an already converted drafter: use the folder as it is")
     config = read_target_config(folder) if folder.is_dir() else {}
     found = {name: kind.parts_of(config) for name, kind in KINDS.items()}
     parts = {name: is_part for name, is_part in found.items() if is_part is not None}

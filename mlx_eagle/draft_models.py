@@ -14,13 +14,12 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .decoding.setup import AUTO
 from .drafters.base import Drafter
 from .drafters.kind import Kind, LoadOptions
-from .drafters.kinds import KINDS, is_converted, kind_of, load_drafter, recognise
+from .drafters.kinds import KINDS, is_converted, kind_of, load_drafter, published_kind
 from .drafters.target_parts import TargetSizes, sizes_of
 from .system.atomic_folder import AlreadyThere, CannotWrite, discard_folder, locked, user_cache
 from .system.hub import locate
 from .system.json_file import read_object
 from .system.progress import Bar
-from .system.safetensors import read_header
 
 LOOKUP = "lookup"
 FILES = ("*.json", "*.safetensors", "*.bin", "*.gguf", "*.txt", "*.jinja", "*.model")
@@ -84,7 +83,7 @@ def find_drafter(name: str | None) -> None:
 def _find(name: str) -> tuple[Path, Kind | None]:
     """The path of a drafter, downloaded if need be, and its published kind; None if converted."""
     path = locate(name, FILES)
-    return path, None if is_converted(path) else KINDS[_published_kind(path, name)]
+    return path, None if is_converted(path) else KINDS[published_kind(path, name)]
 
 
 def split_name(name: str) -> tuple[str, bool]:
@@ -217,15 +216,3 @@ def _about(folder: Path) -> str:
         return "damaged; it is converted again when it is used"
     source = (values.get("source") or {}).get("path", "an unknown place")
     return f"{size / 1e6:.0f} MB, {made_for}, from {source}"
-
-
-def _published_kind(path: Path, source: str) -> str:
-    """The kind of a checkpoint that is not converted, by its tensors' names and its config.
-
-    Raises ValueError for a drafter of a kind that is known and not read.
-    """
-    shards = [] if path.is_file() else sorted(path.glob("*.safetensors"))
-    if not shards or not (path / "config.json").is_file():
-        return "eagle3"  # a GGUF, or nothing mlx-lm could load: the converter says what it is
-    names = [name for shard in shards for name in read_header(shard)]
-    return recognise(names, read_object(path / "config.json"), source)

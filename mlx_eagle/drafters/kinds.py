@@ -15,6 +15,7 @@ import mlx.nn as nn
 from ..system.fields import LONGEST_NAME
 from ..system.hub import locate
 from ..system.json_file import read_object
+from ..system.safetensors import read_header
 from . import assistant, dflash, dflash2, dspark, eagle3, model_drafter, mtp
 from .base import Drafter
 from .config import Eagle3Config
@@ -74,15 +75,34 @@ def recognise(
     source: str = "the checkpoint",
     target: str | None = None,
 ) -> str:
-    """The kind of a checkpoint as published: the first to know it.
+    """The kind of a checkpoint as published, by its tensors' names: the first row to know it.
 
-    Raises ValueError as ``refuse_unread`` does.
+    ``target`` is the model's name, where it is known; else ``source`` or the config may tell it.
+    Raises ValueError for a kind that is known and not read.
     """
     kinds = (name for name, kind in KINDS.items() if kind.recognise(names, config))
     found = next(kinds, OTHERWISE)
-    if found in ("eagle3", OTHERWISE):  # what is taken for one of these may be another drafter
-        refuse_unread(names, config, source, target)
+    if found not in ("eagle3", OTHERWISE):  # what is taken for one of these may be another drafter
+        return found
+    has_trunk = any(TRUNK.search(name) and "mtp" not in name for name in names)
+    text = _said_in(config)
+    for kind in UNREAD:
+        if (kind.is_appended and has_trunk) or (kind.is_head and found == OTHERWISE):
+            continue
+        by_tensor = any(re.search(kind.tensors, name) for name in names)
+        if by_tensor or re.search(kind.config, text, re.MULTILINE):
+            works = kind.way_out or what_works(config, source, target)
+            raise ValueError(f"{source} is {kind.title}, which is not read; {works}")
     return found
+
+
+def published_kind(path: Path, source: str) -> str:
+    """The kind of a local checkpoint, a folder or a file; ValueError as from ``recognise``."""
+    shards = [] if path.is_file() else sorted(path.glob("*.safetensors"))
+    if not shards or not (path / "config.json").is_file():
+        return "eagle3"  # a GGUF, or nothing mlx-lm could load: the converter says what it is
+    names = [name for shard in shards for name in read_header(shard)]
+    return recognise(names, read_object(path / "config.json"), source)
 
 
 def own_kind(target: str) -> str | None:
@@ -131,18 +151,21 @@ def load_drafter(
 
 @dataclass(frozen=True)
 class UnreadKind:
-    """A kind of drafter that is not read: known by any tensor, else by a name in the config.
+    """A kind of drafter that is not read: known by any tensor, else by the text of the config.
 
-    Layers that are appended to a model are no drafter where the model is there as well.
+    Layers that are appended to a model are no drafter where the model is there as well. What
+    only marks a head that is taken for an EAGLE head says nothing of other models.
     """
 
     title: str
     tensors: str
     config: str
     is_appended: bool = False
+    is_head: bool = False
+    way_out: str = ""  # else drafters for the same target
 
 
-NONE = r"$^"
+NONE = r"\A\b\B"
 UNREAD = (
     UnreadKind("a Laguna drafter", NONE, r"laguna\w*(dflash|draft)"),
     UnreadKind(
@@ -165,26 +188,37 @@ UNREAD = (
     ),
     UnreadKind("an XPress drafter", NONE, r"xpress"),
     UnreadKind("a Domino drafter", NONE, r"domino"),
+    UnreadKind(
+        "a drafter of blocks (DFlash, DSpark) whose layers are of a kind that is not known",
+        r"(^|\.)(markov_|confidence_head)",
+        r"dflash|dspark|^(markov_|confidence_head|projector_type=|selector_)"
+        r"|\A(?=(?s:.*)^block_size=)(?=(?s:.*)^mask_token_id=)",
+        is_head=True,
+    ),
+    UnreadKind(
+        "a multi-token-prediction (MTP) assistant",
+        r"(^|\.)(hnorm|eh_proj|e_h_proj|mtp)\.",
+        r"(assistant|mtp|nextn)\w*$|^(use_mtp_layernorm|eh_proj_before_attn)=",
+        is_head=True,
+    ),
+    UnreadKind(
+        "a draft head with experts or gated attention",
+        r"(^|\.)(mlp\.(experts|router|gate)|self_attn\.g_proj)\.",
+        NONE,
+        is_head=True,
+        way_out="use a dense EAGLE-3 head of the same target",
+    ),
 )
 TRUNK = re.compile(r"(^|\.)layers\.0\.(self_attn|mixer|linear_attn)\.")
 
 
-def refuse_unread(
-    names: Collection[str], config: Mapping[str, Any], source: str, target: str | None = None
-) -> None:
-    """Raise ValueError where a checkpoint is of a kind that is known and not read.
-
-    ``target`` is the model's name, where it is known; else ``source`` or the config may tell it.
-    """
-    has_trunk = any(TRUNK.search(name) and "mtp" not in name for name in names)
-    words = [word.lower() for word in names_in(config)]
-    for kind in UNREAD:
-        if kind.is_appended and has_trunk:
-            continue
-        by_tensor = any(re.search(kind.tensors, name) for name in names)
-        if by_tensor or any(re.search(kind.config, word) for word in words):
-            works = what_works(config, source, target)
-            raise ValueError(f"{source} is {kind.title}, which is not read; {works}")
+def _said_in(config: Mapping[str, Any]) -> str:
+    """The names that a config gives its model, and the keys that it sets, each on a line."""
+    inner = config.get("eagle_config")
+    parts = [config, inner if isinstance(inner, Mapping) else {}]
+    keys = [key for part in parts for key, value in part.items() if value not in (None, False)]
+    lines = [*names_in(config), *(f"{key[:LONGEST_NAME]}=" for key in keys)]
+    return "\n".join(lines).lower()
 
 
 def what_works(config: Mapping[str, Any], source: str, target: str | None = None) -> str:

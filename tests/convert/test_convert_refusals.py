@@ -80,7 +80,7 @@ REFUSED = {
         without(PLAIN, "layers.0.mlp.gate_proj.weight")
         | {"layers.0.mlp.experts.0.gate_proj.weight": ones(96, 64)},
         CONFIG | {"architectures": ["Qwen3MoEForCausalLMEagle3"], "num_experts": 8},
-        "a draft head with experts or gated attention, which is not converted; use a dense",
+        "a draft head with experts or gated attention, which is not read; use a dense",
     ),
     "GPTQ": (PLAIN | {"fc.qweight": ones(4, 4), "fc.scales": ones(4, 4)}, CONFIG, "GPTQ"),
     "MLX's own": (PLAIN | {"fc.scales": ones(64, 3), "fc.biases": ones(64, 3)}, CONFIG, "MLX"),
