@@ -31,12 +31,12 @@ from mlx_eagle.drafters.config import Eagle3Config
 from mlx_eagle.drafters.folder import bits_of
 from mlx_eagle.drafters.head import Eagle3Head
 from mlx_eagle.drafters.head_weights import AttachedHead, load_head
-from mlx_eagle.system.fields import is_number
 from mlx_eagle.system.loading import load
 from mlx_eagle.system.progress import open_bar
 from mlx_eagle.target.target import Target
 
 from .rope import DEFAULT_THETA
+from .schema import BASE
 
 DEPTHS = 3
 CLEAR = 0.005  # difference in overlap, to count as better
@@ -241,11 +241,7 @@ class Report:
 def rope_bases(config: Mapping[str, Any]) -> set[float]:
     """Every rotary base that a config names, at any depth."""
     nested = [rope_bases(value) for value in config.values() if isinstance(value, Mapping)]
-    own = {
-        float(base)
-        for key, base in config.items()
-        if key == "rope_theta" and is_number(base) and base > 1
-    }
+    own = {float(base) for key, base in config.items() if key == "rope_theta" and BASE.holds(base)}
     return own.union(*nested)
 
 

@@ -20,7 +20,7 @@ from mlx_eagle.drafters.kinds import names_in
 from mlx_eagle.drafters.target_parts import TargetSizes
 from mlx_eagle.system.fields import check
 from mlx_eagle.system.hub import locate, refuse_eagle_4
-from mlx_eagle.system.json_file import read_object, read_weight_map
+from mlx_eagle.system.json_file import read_published, read_weight_map
 from mlx_eagle.system.safetensors import check_name, read_header
 
 from .dequantize import unpacked
@@ -116,10 +116,10 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     path = folder / "config.json"
     if not path.exists() and (folder / "params.json").exists():
-        return mistral_config(read_object(folder / "params.json"))
+        return mistral_config(read_published(folder / "params.json"))
     if not path.exists():
         raise ValueError(f"{folder} has no {path.name}, which a checkpoint needs")
-    return read_object(path)
+    return read_published(path)
 
 
 def read_safetensors(path: Path) -> dict[str, Stored]:
@@ -199,7 +199,7 @@ def open_checkpoint(source: str, revision: str | None = None) -> DraftCheckpoint
     """
     folder = locate(source, CONFIG_FILES, revision)
     path = folder / "config.json"
-    for name in names_in(read_object(path) if path.is_file() else {}):
+    for name in names_in(read_published(path) if path.is_file() else {}):
         refuse_eagle_4(name, source)
     if folder.is_file():
         if folder.suffix != ".gguf":

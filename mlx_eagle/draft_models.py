@@ -18,7 +18,7 @@ from .drafters.kinds import KINDS, is_converted, kind_of, load_drafter, publishe
 from .drafters.target_parts import TargetSizes, sizes_of
 from .system.atomic_folder import AlreadyThere, CannotWrite, discard_folder, locked, user_cache
 from .system.hub import locate
-from .system.json_file import read_object
+from .system.json_file import read_published
 from .system.progress import Bar
 
 LOOKUP = "lookup"
@@ -64,7 +64,7 @@ def _open(name: str, model: nn.Module, options: LoadOptions) -> Drafter:
     if kind is None:
         return load_drafter(path, model, quantize_bits=options.quantize_bits)
     if kind.loads_published:
-        return kind.load(path, read_object(path / "config.json"), model, options)
+        return kind.load(path, read_published(path / "config.json"), model, options)
     return _open_checkpoint(path, name, model, options.quantize_bits)
 
 

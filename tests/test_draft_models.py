@@ -154,6 +154,7 @@ def test_a_folder_of_an_ordinary_model_is_a_drafter(tmp_path):
     model = tiny_llama(vocab_size=128, num_hidden_layers=6)
     save_model(tmp_path / "small", model)
     values = {k: v for k, v in vars(model.args).items() if v is not None}
+    values |= {"time_step_limit": [0.0, float("inf")]}  # as Nemotron-H has it
     (tmp_path / "small" / "config.json").write_text(json.dumps(values))
     with pytest.raises(ValueError, match="not quantized while loading"):
         mlx_eagle.open_drafter(str(tmp_path / "small"), model, quantize_bits=4)

@@ -14,7 +14,7 @@ import mlx.nn as nn
 
 from ..system.fields import LONGEST_NAME
 from ..system.hub import locate
-from ..system.json_file import read_object
+from ..system.json_file import read_published
 from ..system.safetensors import read_header
 from . import assistant, dflash, dflash2, dspark, eagle3, model_drafter, mtp
 from .base import Drafter
@@ -102,7 +102,7 @@ def published_kind(path: Path, source: str) -> str:
     if not shards or not (path / "config.json").is_file():
         return "eagle3"  # a GGUF, or nothing mlx-lm could load: the converter says what it is
     names = [name for shard in shards for name in read_header(shard)]
-    return recognise(names, read_object(path / "config.json"), source)
+    return recognise(names, read_published(path / "config.json"), source)
 
 
 def own_kind(target: str) -> str | None:
@@ -113,7 +113,7 @@ def own_kind(target: str) -> str | None:
 def is_converted(folder: Path) -> bool:
     """Whether it is the folder of a converted drafter."""
     path = folder / "config.json"
-    return path.is_file() and kind_in(read_object(path)) in KINDS
+    return path.is_file() and kind_in(read_published(path)) in KINDS
 
 
 def kind_of(folder: Path) -> tuple[Kind, dict[str, Any]]:

@@ -25,7 +25,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ..system.atomic_folder import locked, user_cache
 from ..system.hub import REPO_ID, FileMissing, fetch, read_range
-from ..system.json_file import parse_object, read_bytes, read_weight_map
+from ..system.json_file import read_published, read_weight_map
 from ..system.progress import Bar
 from ..system.safetensors import Entry, header_length, parse_header, read_header
 from ..target.sharding import find_stage
@@ -385,13 +385,12 @@ def _pieces(entries: Iterable[Entry]) -> Iterator[tuple[int, int]]:
 def read_target_config(source: str | Path) -> dict[str, Any]:
     """The ``config.json`` of a folder or repository; {} where there is none that can be read.
 
-    It is mlx-lm that says what is wrong with a target's: here it may hold infinite numbers, as
-    those of Mamba layers do.
+    It is mlx-lm that says what is wrong with a target's.
     """
     folder = Path(source).expanduser()
     folder = folder if folder.is_dir() else fetch(str(source), (CONFIG,))
     try:
-        return parse_object(read_bytes(folder / CONFIG), CONFIG, any_number=True)
+        return read_published(folder / CONFIG)
     except ValueError:
         return {}
 

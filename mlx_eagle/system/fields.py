@@ -33,6 +33,11 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+def is_finite(value: float) -> bool:
+    """Whether a number is one to compute with: no NaN, and below 2**63."""
+    return abs(value) < 2**63
+
+
 def whole(low: int = 0, high: int = LARGEST) -> FieldType:
     words = f"a whole number from {low}" + ("" if high == LARGEST else f" to {high}")
     return FieldType(words, lambda v: is_whole(v) and low <= v <= high)
@@ -40,7 +45,7 @@ def whole(low: int = 0, high: int = LARGEST) -> FieldType:
 
 def number_above(low: float, high: float = math.inf) -> FieldType:
     words = f"a number above {low:g}" + ("" if high == math.inf else f" and at most {high:g}")
-    return FieldType(words, lambda v: is_number(v) and low < v <= high)
+    return FieldType(words, lambda v: is_number(v) and low < v <= high and is_finite(v))
 
 
 def list_of(kind: FieldType, words: str) -> FieldType:
@@ -54,7 +59,7 @@ def one_of(*names: str) -> FieldType:
 
 
 COUNT = whole()
-NUMBER = FieldType("a number", is_number)
+NUMBER = FieldType("a finite number", lambda v: is_number(v) and is_finite(v))
 POSITIVE = number_above(0)
 BOOL = FieldType("true or false", lambda v: isinstance(v, bool))
 TEXT = FieldType("a string", lambda v: isinstance(v, str))

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from .fields import FILE_NAME, is_number, shown
+from .fields import FILE_NAME, is_finite, is_number, shown
 
 MAX_DEPTH = 32
 MAX_MEMORY = 64 << 20
@@ -37,9 +37,9 @@ def read_bytes(path: Path) -> bytes:
 def parse_object(data: bytes, where: str | Path, any_number: bool = False) -> dict[str, Any]:
     """The JSON object in ``data``, its numbers finite and below 2**63, its depth bounded.
 
-    With ``any_number`` numbers may also be infinite and larger. ``where`` names the file in
-    messages. Raises ValueError for anything else; the memory that parsing takes is estimated
-    before, so that a small file cannot become a large object.
+    With ``any_number`` numbers may also be infinite and larger: who uses one has to check it.
+    ``where`` names the file in messages. Raises ValueError for anything else; the memory that
+    parsing takes is estimated before, so that a small file cannot become a large object.
     """
     num_values = 1 + sum(map(data.count, (b",", b"[", b"{")))
     # Text and strings; with one rare character in them, four bytes for each of all others.
@@ -63,12 +63,11 @@ def parse_object(data: bytes, where: str | Path, any_number: bool = False) -> di
         ) from err
     if not isinstance(value, dict):
         raise ValueError(f"{where} holds {shown(value)}, expected a JSON object")
-    if not any_number:
-        _check_values(value, where)
+    _check_values(value, where, any_number)
     return value
 
 
-def _check_values(value: dict[str, Any], where: str | Path) -> None:
+def _check_values(value: dict[str, Any], where: str | Path, any_number: bool) -> None:
     level: list[Any] = [value]
     for _ in range(MAX_DEPTH):
         inner: list[Any] = []
@@ -76,7 +75,7 @@ def _check_values(value: dict[str, Any], where: str | Path) -> None:
             for entry in part.values() if isinstance(part, dict) else part:
                 if isinstance(entry, dict | list):
                     inner.append(entry)
-                elif is_number(entry) and not abs(entry) < 2**63:
+                elif not any_number and is_number(entry) and not is_finite(entry):
                     raise ValueError(
                         f"{where} holds {shown(entry)}, expected numbers that are finite and "
                         "below 2**63"
@@ -90,6 +89,11 @@ def _check_values(value: dict[str, Any], where: str | Path) -> None:
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file (see ``parse_object``); ValueError where there is none."""
     return parse_object(read_bytes(path), path)
+
+
+def read_published(path: Path) -> dict[str, Any]:
+    """The JSON object in a published config, with any numbers: Mamba's time steps are infinite."""
+    return parse_object(read_bytes(path), path, any_number=True)
 
 
 def read_weight_map(path: Path) -> dict[str, str]:
