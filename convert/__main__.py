@@ -20,7 +20,7 @@ from mlx_eagle.system.progress import Bar
 
 from .pipeline import DTYPES, convert
 from .publish import to_pytorch
-from .published_head import Overrides
+from .published_config import Overrides
 from .trim import Trim
 
 RANGES = (

@@ -35,8 +35,7 @@ from mlx_eagle.system.loading import load
 from mlx_eagle.system.progress import open_bar
 from mlx_eagle.target.target import Target
 
-from .rope import DEFAULT_THETA
-from .schema import BASE
+from .published_config import BASE, DEFAULT_THETA
 
 DEPTHS = 3
 CLEAR = 0.005  # difference in overlap, to count as better

@@ -25,7 +25,7 @@ from mlx_eagle.system.safetensors import check_name, read_header
 
 from .dequantize import unpacked
 from .gguf import read_gguf
-from .schema import CONFIG, TARGET
+from .published_config import CONFIG, TARGET
 from .stored import Stored, map_file
 from .torch_file import read_bin
 

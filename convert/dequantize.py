@@ -19,7 +19,7 @@ import numpy as np
 from mlx_eagle.drafters.kind import Tensor
 from mlx_eagle.system.fields import check, shown
 
-from .schema import PACKING
+from .published_config import PACKING
 from .stored import Stored
 
 SCALES = ("weight_scale", "weight_scale_inv", "qscale_weight")

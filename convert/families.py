@@ -13,7 +13,7 @@ DeepSpec, llama.cpp, vLLM and SGLang.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -231,17 +231,23 @@ def _config_lines(config: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
             yield " ".join(line.splitlines())
 
 
-def some_of(names: Sequence[str]) -> str:
-    """The first four names for a message, shortened."""
-    return ", ".join(shown(name).strip('"') for name in names[:4]) or "none"
-
-
 def hidden_size(tensors: Mapping[str, Tensor]) -> int:
     """The hidden size h by the first layer's output; 0 if the tensors for it are missing."""
     for name in ("layers.0.self_attn.o_proj.weight", "layers.0.post_attention_layernorm.weight"):
         if name in tensors and tensors[name].shape:
             return tensors[name].rows
     return 0
+
+
+def count_layers(tensors: Mapping[str, Tensor]) -> int:
+    """The number of layers; ValueError if one between them is missing."""
+    numbers = {name.split(".")[1] for name in tensors if name.startswith("layers.")}
+    if numbers != set(map(str, range(len(numbers)))):
+        raise ValueError(
+            f"the checkpoint's layers are {shown(sorted(numbers))}, expected numbers from 0 "
+            "without a gap; it is incomplete"
+        )
+    return len(numbers)
 
 
 def describe(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> str:
@@ -254,6 +260,18 @@ def describe(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> str:
 
     lines = [f"tensor {n} [{', '.join(map(size, t.shape))}]" for n, t in tensors.items()]
     return "\n".join([*lines, *_config_lines(config)])
+
+
+def _check_dimensions(tensors: Mapping[str, Tensor]) -> None:
+    """Raise ValueError unless all are vectors and matrices, and vocabulary maps are vectors."""
+    for name, tensor in tensors.items():
+        expected = (1,) if name in ("d2t", "t2d", "rope_freqs.weight") else (1, 2)
+        dims = len(tensor.shape) if name != "mask_hidden" else min(len(tensor.shape), 1)
+        if dims not in expected or 0 in tensor.shape:
+            raise ValueError(
+                f"{name} is of the shape {shown(tensor.shape)}, expected a "
+                f"{'vector' if expected == (1,) else 'vector or a matrix'} that is not empty"
+            )
 
 
 def _explain(source: str, tensors: Mapping[str, Tensor]) -> None:
@@ -297,10 +315,12 @@ def find_family(checkpoint: DraftCheckpoint) -> tuple[Family, dict[str, Tensor]]
         raise ValueError(f"{checkpoint.source} holds {twice} under two names; remove one")
     for family in FAMILIES:
         if all(map(found, family.has)) and not any(map(found, family.lacks)):
+            _check_dimensions(tensors)
             return family, tensors
     _explain(checkpoint.source, tensors)
+    some = ", ".join(shown(name).strip('"') for name in names[:4]) or "none"
     raise ValueError(
         f"{checkpoint.source} is no EAGLE head that is known here: expected fc.weight and a first "
         f"layer that attends from twice the hidden size (EAGLE-3), or an fc of twice it "
-        f"(EAGLE-1); found {len(names)} tensors: {some_of(names)} ..."
+        f"(EAGLE-1); found {len(names)} tensors: {some} ..."
     )

@@ -1,11 +1,14 @@
 """Build the config of an EAGLE head, group by group, from its tensors and its published config.
 
 Order of trust: the shapes of tensors, then EAGLE's own keys, then general ones, because a config
-is often a copy of the target's.
+is often a copy of the target's. Nothing of the weights is read here but the vocabulary map.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
+
+import mlx.core as mx
 
 from mlx_eagle.drafters.config import (
     AttentionFields,
@@ -14,18 +17,99 @@ from mlx_eagle.drafters.config import (
     LayerFields,
     ParallelFields,
 )
-from mlx_eagle.drafters.folder import rows_of
+from mlx_eagle.drafters.folder import check_tensors, rows_of
 from mlx_eagle.drafters.head import GATED
 from mlx_eagle.drafters.head_weights import stored_shapes
 from mlx_eagle.drafters.kind import Tensor
 from mlx_eagle.system.fields import shown
 
-from .families import some_of
-from .published_head import ATTENTION, PublishedHead
-from .rope import resolve_rope
-from .vocabulary import Vocabulary
+from .checkpoint import AnyTarget, DraftCheckpoint
+from .families import Family, count_layers, find_family, hidden_size
+from .published_config import (
+    DEFAULT_THETA,
+    NO_OVERRIDES,
+    Overrides,
+    mask_token,
+    merge_settings,
+    position_scale,
+    read_rope,
+    read_taps,
+    softmax_scale,
+    tokens_hint,
+    window_fields,
+    written_taps,
+)
+from .stored import LazyTensor
+from .vocabulary import Vocabulary, resolve_vocabulary
 
 DEFAULT_HEADS = 32
+COPIED = ("qk_norm", "attention_bias", "mlp_bias")
+"""Keys about layers that most trainers copy from the target's config."""
+SETTINGS = ("norm_before_residual", "norm_output", "mask_token_id")
+"""Overrides that are named as the key of the config that they replace."""
+ATTENTION = "layers.0.self_attn."
+ENTRANCES = ("k_proj", "kv_a_proj_with_mqa", "q_proj", "q_a_proj")
+"""Matrices that take what a layer attends from."""
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A head: its config, and its tensors, which are unread.
+
+    ``notes`` are doubts, each a sentence for the user. ``trimmed`` says how the draft
+    vocabulary was cut down, if it was (see ``trim.py``).
+    """
+
+    family: Family
+    config: Eagle3Config
+    tensors: dict[str, Tensor]
+    vocabulary: Vocabulary
+    notes: tuple[str, ...]
+    trimmed: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class PublishedHead:
+    """A head as published: tensors by canonical names, unread, and the keys of its config.
+
+    ``settings`` are these keys in one dictionary (see ``merge_settings``). ``target`` is the
+    model it was trained for, if known. Doubts are added to ``notes``, each a sentence for the
+    user.
+    """
+
+    family: Family
+    config: Mapping[str, Any]
+    settings: Mapping[str, Any]
+    tensors: dict[str, Tensor]
+    target: AnyTarget | None = None
+    overrides: Overrides = NO_OVERRIDES
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def hidden_size(self) -> int:
+        return hidden_size(self.tensors)
+
+    @property
+    def num_layers(self) -> int:
+        return count_layers(self.tensors)
+
+    @property
+    def target_depth(self) -> int | None:
+        """The target's number of layers, None if unknown."""
+        return self.target.num_layers if self.target else self.settings.get("num_target_layers")
+
+    def rows(self, name: str) -> int:
+        """The rows of a matrix of layer 0's attention; ValueError if it is missing."""
+        return rows_of(self.tensors, f"{ATTENTION}{name}.weight")
+
+    def asks_for(self, tensor: str, key: str) -> bool:
+        """True if layer 0 has the tensor or the config asks for it, so that it must be there."""
+        return f"layers.0.{tensor}" in self.tensors or bool(self.settings.get(key))
+
+    def input_width(self, index: int) -> int | None:
+        """The width of what a layer attends from; None if it has no attention known here."""
+        names = (f"layers.{index}.self_attn.{name}.weight" for name in ENTRANCES)
+        return next((self.tensors[n].shape[-1] for n in names if n in self.tensors), None)
 
 
 def _heads(head: PublishedHead) -> dict[str, Any]:
@@ -81,9 +165,11 @@ def _latent_heads(head: PublishedHead) -> dict[str, Any]:
 
 def _attention(head: PublishedHead) -> AttentionFields:
     """The fields about attention and its rope."""
+    settings = head.settings
     tensors = head.tensors
     is_latent = f"{ATTENTION}kv_a_proj_with_mqa.weight" in tensors
     sizes = _latent_heads(head) if is_latent else _heads(head)
+    turning = sizes["latent"]["qk_rope_head_dim"] if is_latent else sizes["head_dim"]
     has_bias = head.asks_for("self_attn.q_proj.bias", "attention_bias")
     own_values = f"{ATTENTION}v_proj.weight" in tensors
     factors = tensors.get("rope_freqs.weight")
@@ -93,10 +179,10 @@ def _attention(head: PublishedHead) -> AttentionFields:
         attention_bias=has_bias or f"{ATTENTION}kv_a_proj_with_mqa.bias" in tensors,
         attention_out_bias=head.asks_for("self_attn.o_proj.bias", "attention_bias"),
         values="keys" if head.family.is_gemma and not own_values else "projected",
-        softmax_scale=head.softmax_scale(sizes["latent"]),
-        position_scale=head.position_scale(),
-        **head.window_fields(),
-        rope=resolve_rope(head.settings, sizes, head.overrides.rope_theta, factors),
+        softmax_scale=softmax_scale(settings, sizes["latent"]),
+        position_scale=position_scale(settings),
+        **window_fields(settings, head.num_layers),
+        rope=read_rope(settings, turning, is_latent, head.overrides.rope_theta, factors),
     )
 
 
@@ -148,7 +234,7 @@ def _feature_sizes(head: PublishedHead) -> tuple[int, int]:
     h = head.hidden_size
     settings = head.settings
     width = head.tensors["fc.weight"].shape[-1]
-    num_taps = len(head.overrides.aux_layers or head.written_taps()[0])
+    num_taps = len(head.overrides.aux_layers or written_taps(head.config)[0])
     num_taps = num_taps or settings.get("num_aux_hidden_states")
     # Without a table of its own the head uses the target's, so their widths are the same.
     shares_embedding = "embed_tokens.weight" not in head.tensors
@@ -183,6 +269,9 @@ def _fusion(head: PublishedHead) -> FusionFields:
             f"the head takes features of width {size}, and {target.name} has hidden size "
             f"{target.hidden_size}; give the target it was trained for"
         )
+    taps: dict[str, Any] = {"aux_ids_source": "final norm"}
+    if uses_aux:
+        taps = read_taps(head.config, num_aux, head.target_depth, head.overrides, head.notes)
     norm = "none"
     if "input_norm.weight" in tensors or settings.get("norm_before_fc"):
         norm = "concat"
@@ -191,7 +280,7 @@ def _fusion(head: PublishedHead) -> FusionFields:
     return FusionFields(
         num_aux=num_aux,
         target_hidden_size=size,
-        **(head.tap_fields(num_aux) if uses_aux else {"aux_ids_source": "final norm"}),
+        **taps,
         pre_fc_norm=norm,
         fc_bias="fc.bias" in tensors,
         fusion_norm="embedding_norm.weight" in tensors,
@@ -214,12 +303,12 @@ def _parallel(head: PublishedHead, vocab_size: int) -> ParallelFields:
         parallel_head_layers=max((int(place[3]) for place in places), default=0) + 1,
         parallel_head_bias=any(place[-1] == "bias" for place in places),
         parallel_outputs=max(1, sum(name.startswith("parallel_outputs.") for name in tensors)),
-        mask_token_id=head.mask_token(vocab_size),
-        speculative_tokens_hint=head.tokens_hint(),
+        mask_token_id=mask_token(head.settings, vocab_size, "mask_hidden" in tensors),
+        speculative_tokens_hint=tokens_hint(head.config),
     )
 
 
-def build_config(head: PublishedHead, vocabulary: Vocabulary) -> Eagle3Config:
+def _build_config(head: PublishedHead, vocabulary: Vocabulary) -> Eagle3Config:
     """The config of a published head, every field resolved; doubts are added to its notes.
 
     Raises ValueError, one sentence, for what is missing or contradicts something else.
@@ -237,7 +326,7 @@ def build_config(head: PublishedHead, vocabulary: Vocabulary) -> Eagle3Config:
     return Eagle3Config(**(values | head.family.fixed))
 
 
-def check_tables(config: Eagle3Config, settings: Mapping[str, Any]) -> None:
+def _check_tables(config: Eagle3Config, settings: Mapping[str, Any]) -> None:
     """Raise ValueError if a table is missing that the head cannot share with its target."""
     if settings.get("embed_requires_grad") and config.embed_source != "file":
         raise ValueError(
@@ -256,20 +345,164 @@ def check_tables(config: Eagle3Config, settings: Mapping[str, Any]) -> None:
             )
 
 
-def check_shapes(tensors: Mapping[str, Tensor], config: Eagle3Config) -> None:
-    """Raise ValueError for a tensor that is missing, of another shape, or unexpected."""
-    expected = stored_shapes(config)
-    for name, shape in expected.items():
-        if name not in tensors:
-            raise ValueError(f"the checkpoint lacks {name}; it is incomplete")
-        if tensors[name].shape != shape:
-            raise ValueError(
-                f"{name} is {' x '.join(map(str, tensors[name].shape))}, expected "
-                f"{' x '.join(map(str, shape))}; tensors and config disagree"
-            )
-    surplus = sorted(tensors.keys() - expected.keys())
-    if surplus:
-        raise ValueError(
-            f"the checkpoint holds {some_of(surplus)}, which no known EAGLE head has; "
-            "converting without would change what it computes"
+def _read_settings(
+    config: Mapping[str, Any], family: Family, num_layers: int, overrides: Overrides
+) -> dict[str, Any]:
+    """The keys of a config that a head of that family means, overrides in their place.
+
+    A list of layer types of another length than ``num_layers``, the checkpoint's, was copied from
+    the target's config, and is dropped.
+    """
+    settings = merge_settings(config, family.defaults)
+    given = {key: getattr(overrides, key) for key in SETTINGS}
+    if family.is_gemma:
+        rope = settings.get("rope_parameters") or {}
+        settings["rope_parameters"] = rope.get("full_attention", rope)
+        if settings.get("attention_k_eq_v") and "num_global_key_value_heads" in settings:
+            settings["num_key_value_heads"] = settings["num_global_key_value_heads"]
+    if family.describes_layers:
+        nested = config.get("transformer_layer_config") or {}
+        settings["qk_norm"] = nested.get("model_type") == "qwen3"
+    else:
+        dropped = {*COPIED}
+        if len(settings.get("layer_types", ())) != num_layers:
+            dropped.add("layer_types")
+        settings = {key: value for key, value in settings.items() if key not in dropped}
+    return settings | {key: value for key, value in given.items() if value is not None}
+
+
+def _drop_layers(tensors: dict[str, Tensor], num_layers: int, wanted: int | None) -> None:
+    """Drop layers beyond the ``wanted`` number; None keeps every layer."""
+    if wanted is None:
+        return
+    if not 1 <= wanted <= num_layers:
+        raise ValueError(f"--num-layers {wanted}: the checkpoint has {num_layers}")
+    surplus = tuple(f"layers.{i}." for i in range(wanted, num_layers))
+    for name in [name for name in tensors if name.startswith(surplus)]:
+        del tensors[name]
+
+
+def _name_norms(head: PublishedHead) -> None:
+    """Call the one norm of a layer without embedding ``hidden_norm``, whatever it came as."""
+    for i in range(head.num_layers):
+        if head.input_width(i) == head.hidden_size:
+            norm = head.tensors.pop(f"layers.{i}.input_layernorm.weight", None)
+            if norm is not None:
+                head.tensors.setdefault(f"layers.{i}.hidden_norm.weight", norm)
+
+
+def _drop_early_stop(head: PublishedHead) -> None:
+    """Drop the rows of AngelSlim's fc that say when to stop thinking, not what to draft.
+
+    Its trainer takes them from a flag, so the config may not mention them.
+    """
+    h = head.hidden_size
+    tensors = head.tensors
+    surplus = tensors["fc.weight"].rows - h if "fc.weight" in tensors else 0
+    is_known = head.settings.get("early_stop_method") or surplus <= head.family.num_stop_rows
+    if surplus <= 0 or not is_known:
+        return
+    head.notes.append(
+        f"{surplus} rows of fc that estimate when to stop thinking are left out: drafts do not "
+        "depend on them"
+    )
+    for name in tensors.keys() & {"fc.weight", "fc.bias"}:
+        shape = (h, *tensors[name].shape[1:])
+        tensors[name] = LazyTensor(tensors[name], lambda w: w[:h], shape)
+
+
+def is_output(name: str) -> bool:
+    """True for a matrix with a row for every draft token."""
+    return name == "lm_head.weight" or name.startswith("parallel_outputs.")
+
+
+def _unpermute(rows: mx.array, num_heads: int) -> mx.array:
+    """Undo llama.cpp's row order: each head's pairs (0, 1), (2, 3) ... -> its two halves."""
+    width = rows.shape[0] // num_heads
+    return rows.reshape(num_heads, width // 2, 2, -1).swapaxes(1, 2).reshape(rows.shape)
+
+
+def _reorder(head: PublishedHead, config: Eagle3Config, vocabulary: Vocabulary) -> None:
+    """Put rows in the order of their use: heads in halves, outputs of the draft's tokens only."""
+    tensors = head.tensors
+    tensors.pop("rope_freqs.weight", None)  # which the config holds by now
+    if head.family.has_interleaved_heads and config.latent is None:
+        for i in range(config.num_layers):
+            for part, count in (("q", config.num_heads), ("k", config.num_kv_heads)):
+                name = f"layers.{i}.self_attn.{part}_proj.weight"
+                if name in tensors:
+                    tensors[name] = LazyTensor(tensors[name], lambda w, n=count: _unpermute(w, n))
+    if vocabulary.target_ids is not None:
+        rows = mx.array(vocabulary.target_ids)
+        for name in filter(is_output, tensors):
+            output = tensors[name]
+            if output.rows == vocabulary.size:
+                shape = (vocabulary.draft_size, *output.shape[1:])
+                tensors[name] = LazyTensor(output, lambda w: w[rows], shape)
+    if "mask_hidden" in tensors:  # (1, 1, F) in most files
+        mask = tensors["mask_hidden"]
+        tensors["mask_hidden"] = LazyTensor(mask, lambda w: w.reshape(-1), (mask.size,))
+
+
+def _doubts(head: PublishedHead, config: Eagle3Config, vocabulary: Vocabulary) -> list[str]:
+    """Notes about what the published config leaves open or may say wrongly."""
+    family = head.family
+    found = []
+    ids = vocabulary.target_ids
+    if ids is not None and ids[-1] == vocabulary.draft_size - 1:
+        found.append(
+            f"d2t is all zeros: the draft vocabulary is taken to be the first {len(ids)} ids; if "
+            "acceptance is near zero the map was lost"
         )
+    if family.residual_order_unknown and "norm_before_residual" not in head.settings:
+        found.append(
+            "the config does not say norm_before_residual; taken as false, the class default; "
+            "if acceptance is low try --norm-before-residual"
+        )
+    is_plain = config.norm_output and config.pre_fc_norm == "none"
+    if is_plain and family.norm_output_unknown and head.overrides.norm_output is None:
+        found.append(
+            "norm_output is set without fc_norm; SpecForge before September 2026 meant plain "
+            "EAGLE-3 by that; if acceptance is low try --no-norm-output"
+        )
+    trained = None
+    if family.rope_base_unknown:
+        trained = "AngelSlim may have trained"
+    elif config.latent is not None and config.rope["type"] == "yarn" and config.uses_aux:
+        trained = "a head with latent attention and yarn was probably trained (by TorchSpec)"
+    if trained is not None and config.rope["theta"] != DEFAULT_THETA:
+        found.append(
+            f"{trained} with rope base 10000 whatever its config says; if acceptance is low try "
+            "--rope-theta 10000"
+        )
+    return found
+
+
+def resolve(
+    checkpoint: DraftCheckpoint,
+    target: AnyTarget | None = None,
+    overrides: Overrides = NO_OVERRIDES,
+) -> Resolved:
+    """Work out which head the checkpoint holds.
+
+    With ``target`` the taps become definite and both are checked against each other. Raises
+    ValueError, one sentence, for whatever is refused, missing or contradictory.
+    """
+    family, tensors = find_family(checkpoint)
+    num_layers = count_layers(tensors)
+    settings = _read_settings(checkpoint.config, family, num_layers, overrides)
+    _drop_layers(tensors, num_layers, overrides.num_layers)
+    head = PublishedHead(family, checkpoint.config, settings, tensors, target, overrides)
+    _name_norms(head)
+    _drop_early_stop(head)
+    vocabulary = resolve_vocabulary(tensors, settings, family.has_absolute_d2t)
+    for name in ("d2t", "t2d", *(() if family.owns_embedding else ("embed_tokens.weight",))):
+        tensors.pop(name, None)
+    config = _build_config(head, vocabulary)
+    _reorder(head, config, vocabulary)
+    check_tensors(stored_shapes(config), tensors)
+    _check_tables(config, settings)
+    if target is not None and config.lm_head_source != "target":
+        vocabulary.check_target(target)
+    notes = (*head.notes, *_doubts(head, config, vocabulary))
+    return Resolved(family, config, tensors, vocabulary, notes)

@@ -37,10 +37,10 @@ from .checkpoint import (
     same_values,
 )
 from .dequantize import MLXPacked, Unpacked, unpacked
+from .head_config import Resolved, resolve
 from .publish import CARD, make_card, source_license
-from .published_head import NO_OVERRIDES, Overrides
+from .published_config import NO_OVERRIDES, Overrides
 from .quantize import Packing, Quantization, pack
-from .resolve import Resolved, resolve
 from .trim import Trim, describe, trim
 
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}

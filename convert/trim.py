@@ -16,7 +16,7 @@ import numpy as np
 from mlx_lm import tokenizer_utils
 
 from .checkpoint import DraftCheckpoint, TargetFolder
-from .resolve import Resolved, is_output
+from .head_config import Resolved, is_output
 from .stored import LazyTensor
 
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "*.tiktoken")

@@ -13,7 +13,6 @@ from mlx_eagle.drafters.config import VocabularyFields
 from mlx_eagle.drafters.kind import Tensor
 
 from .checkpoint import AnyTarget
-from .published_head import PublishedHead
 
 FLAGS = ("BOOL", "U8", "I8", "I32", "I64")
 NUMBERS = ("I64", "I32", "I16", "I8", "U8")
@@ -90,13 +89,14 @@ def _target_ids(tensors: Mapping[str, Tensor], absolute: bool) -> np.ndarray | N
     return ids
 
 
-def resolve_vocabulary(head: PublishedHead) -> Vocabulary:
+def resolve_vocabulary(
+    tensors: Mapping[str, Tensor], settings: Mapping[str, Any], absolute: bool
+) -> Vocabulary:
     """Both sizes and the map between them; ValueError if tensors and config disagree."""
-    tensors = head.tensors
-    ids = _target_ids(tensors, head.family.has_absolute_d2t)
+    ids = _target_ids(tensors, absolute)
     output = tensors.get("lm_head.weight")
-    stated = head.settings.get("draft_vocab_size")
-    size = head.settings.get("vocab_size")
+    stated = settings.get("draft_vocab_size")
+    size = settings.get("vocab_size")
     if "embed_tokens.weight" in tensors:
         size = tensors["embed_tokens.weight"].rows
     elif size is None and "t2d" in tensors:
@@ -112,11 +112,6 @@ def resolve_vocabulary(head: PublishedHead) -> Vocabulary:
     if output is not None and output.rows not in (draft_size, size):
         raise ValueError(
             f"lm_head has {output.rows} rows, expected one a draft token: {draft_size}"
-        )
-    if ids is not None and draft_size < size and ids[-1] == draft_size - 1:
-        head.notes.append(
-            f"d2t is all zeros: the draft vocabulary is taken to be the first {draft_size} ids; "
-            "if acceptance is near zero the map was lost"
         )
     return Vocabulary(size, draft_size, ids if draft_size < size else None)
 

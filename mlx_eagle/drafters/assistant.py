@@ -42,6 +42,7 @@ from .folder import (
     quantize_now,
     read_weights,
     rows_of,
+    shapes_of,
 )
 from .kind import LoadOptions, Tensor, Tensors
 from .target_parts import TargetSizes, activation_dtype, find_embedding, sizes_of
@@ -304,7 +305,7 @@ def convert(tensors: Tensors, config: Mapping[str, Any]) -> tuple[dict[str, Any]
     found = _known_tensors(tensors, config.get("tie_word_embeddings", True))
     made = _config_from(found, config, text)
     ordering = found.pop(ORDERING, None)
-    check_tensors(Assistant(made), found)
+    check_tensors(shapes_of(Assistant(made)), found)
     if made.num_centroids:
         if ordering is None or tuple(ordering.shape) != (made.vocab_size,):
             raise ValueError(

@@ -26,7 +26,15 @@ from .base import Draft, Drafter, Pick, Picks, row_at
 from .batch_drafter import HeadBatchDrafter
 from .block_config import BlockConfig, bare_name, config_from, known_tensors, readings
 from .feature_drafter import FeatureDrafter
-from .folder import building, check_tensors, fill, quantize_as_stored, quantize_now, read_weights
+from .folder import (
+    building,
+    check_tensors,
+    fill,
+    quantize_as_stored,
+    quantize_now,
+    read_weights,
+    shapes_of,
+)
 from .head import GATED, capped
 from .head_cache import check_window
 from .head_weights import draft_ids
@@ -351,7 +359,7 @@ def block_kind(
     def convert(tensors: Tensors, config: Mapping[str, Any]) -> tuple[dict[str, Any], Tensors]:
         found = tensors_of(tensors)
         made = config_from(found, config)
-        check_tensors(make_head(made), found)
+        check_tensors(shapes_of(make_head(made)), found)
         return made.to_dict(), found
 
     return Kind(

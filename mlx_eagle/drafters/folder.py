@@ -7,7 +7,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, asdict, dataclass, fields
-from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any, Self, get_args
 
@@ -128,22 +127,27 @@ def read_weights(folder: Path) -> dict[str, mx.array]:
 
 def fault_in(
     tensors: Tensors | Mapping[str, mx.array],
-    module: nn.Module,
+    shapes: Mapping[str, tuple[int, ...]],
     prefix: str = "",
 ) -> str:
-    """Why these tensors are not those of ``module``: "lacks fc.weight"; empty where they are.
+    """Why these tensors are not those of ``shapes``: "lacks fc.weight"; empty where they are.
 
     ``prefix`` stands before names in their file.
     """
-    own: Any = tree_flatten(module.parameters())
-    for name, array in sorted(own, key=itemgetter(0)):
+    for name, shape in sorted(shapes.items()):
         if name not in tensors:
             return f"lacks {prefix}{name}"
-        if tuple(tensors[name].shape) != array.shape:
-            found, wanted = (" x ".join(map(str, x.shape)) for x in (tensors[name], array))
+        if tuple(tensors[name].shape) != shape:
+            found, wanted = (" x ".join(map(str, x)) for x in (tensors[name].shape, shape))
             return f"has {prefix}{name} of {found}, expected {wanted}"
-    surplus = sorted(tensors.keys() - dict(own).keys())
+    surplus = sorted(tensors.keys() - shapes.keys())
     return f"has an unknown {prefix}{surplus[0][:60]}" if surplus else ""
+
+
+def shapes_of(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """The shape of each parameter of a module."""
+    parameters: Any = tree_flatten(module.parameters())
+    return {name: array.shape for name, array in parameters}
 
 
 def rows_of(tensors: Tensors, name: str) -> int:
@@ -153,10 +157,10 @@ def rows_of(tensors: Tensors, name: str) -> int:
     return tensors[name].shape[0]
 
 
-def check_tensors(head: nn.Module, tensors: Tensors) -> None:
-    """Raise ValueError unless published tensors are those of ``head``, each of its shape."""
+def check_tensors(shapes: Mapping[str, tuple[int, ...]], tensors: Tensors) -> None:
+    """Raise ValueError unless published tensors are of these names and shapes."""
     own = {name: tensor for name, tensor in tensors.items() if name != "d2t"}
-    if fault := fault_in(own, head):
+    if fault := fault_in(own, shapes):
         raise ValueError(f"the checkpoint {fault}: it is incomplete, or its config is another's")
 
 
@@ -176,7 +180,7 @@ def building(what: str, again: str) -> Iterator[None]:
 
 def fill(module: nn.Module, weights: dict[str, mx.array]) -> None:
     """Give ``module``, quantized as they are, its weights; ValueError names what is wrong."""
-    if fault := fault_in(weights, module):
+    if fault := fault_in(weights, shapes_of(module)):
         raise ValueError(f"the head's model.safetensors {fault}: convert the head again.")
     for name in weights:
         is_packed = name.endswith(".weight") and name.replace(".weight", ".scales") in weights

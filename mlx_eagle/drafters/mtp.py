@@ -15,7 +15,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..system.fields import BOOL, OBJECT, TEXT, Table, check, shown
-from .folder import PACKING, SIZE, fault_in, quantize_now, read_weights
+from .folder import PACKING, SIZE, fault_in, quantize_now, read_weights, shapes_of
 from .kind import LoadOptions, Tensor, Tensors
 from .mtp_drafter import MTPDrafter, MTPHead, MTPSteps, SteppedMTPDrafter
 from .mtp_layers import (
@@ -144,7 +144,7 @@ def _quantize(head: nn.Module, weights: Weights, quantization: Mapping[str, Any]
 
 def _check(head: nn.Module, weights: Weights | dict[str, Tensor], family: MTPFamily) -> None:
     """Raise ValueError unless these are the tensors of the head."""
-    if fault := fault_in(weights, head, "mtp."):
+    if fault := fault_in(weights, shapes_of(head), "mtp."):
         raise ValueError(
             f"the checkpoint {fault}: give the tensors of one MTP layer, as published with this "
             f"target ({family.title})."

@@ -17,8 +17,8 @@ from mlx_eagle.convert import check, pipeline
 from mlx_eagle.convert.__main__ import main
 from mlx_eagle.convert.check import DEPTHS, Row, Setting, check_entry, check_table, verdict
 from mlx_eagle.convert.checkpoint import open_checkpoint
+from mlx_eagle.convert.head_config import resolve
 from mlx_eagle.convert.pipeline import SaveOptions
-from mlx_eagle.convert.resolve import resolve
 from mlx_eagle.demo.pair import demo_target_path
 from mlx_eagle.drafters.config import Eagle3Config
 from mlx_eagle.drafters.head_weights import AttachedHead

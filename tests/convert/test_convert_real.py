@@ -13,7 +13,7 @@ from public_heads import KIMI_YARN
 
 from mlx_eagle.convert import convert
 from mlx_eagle.convert.checkpoint import DraftCheckpoint, TargetFolder
-from mlx_eagle.convert.resolve import Resolved, resolve
+from mlx_eagle.convert.head_config import Resolved, resolve
 from mlx_eagle.convert.stored import Stored
 from mlx_eagle.drafters.config import Eagle3Config
 

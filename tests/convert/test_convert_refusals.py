@@ -44,7 +44,7 @@ REFUSED = {
     "a mask of another width": (
         PLAIN | {"mask_hidden": ones(1, 1, 128)},
         CONFIG | {"ptd_token_id": 3},
-        "mask_hidden is 128",
+        "mask_hidden of 128, expected 192",
     ),
     "DFlash": (dflash(), CONFIG | {"architectures": ["DFlashDraftModel"]}, "DFlash"),
     "DFlash by its blocks": (PLAIN, CONFIG | {"block_size": 8, "mask_token_id": 3}, "DFlash"),
@@ -66,7 +66,11 @@ REFUSED = {
         CONFIG | {"eagle_config": {"parallel_draft_step": 3}},
         "parallel_draft_step 3, and the checkpoint has 0",
     ),
-    "rows too many": (PLAIN | {"fc.weight": ones(65, 192)}, CONFIG, "fc.weight is 65 x 192"),
+    "rows too many": (
+        PLAIN | {"fc.weight": ones(65, 192)},
+        CONFIG,
+        "fc.weight of 65 x 192",
+    ),
     "MTP": (PLAIN | {"enorm.weight": ones(64), "hnorm.weight": ones(64)}, CONFIG, "MTP"),
     "MTP by eh_proj": (PLAIN | {"eh_proj.weight": ones(64, 128)}, CONFIG, "MTP"),
     "MTP by a flag": (PLAIN, CONFIG | {"eagle_config": {"use_mtp_layernorm": True}}, "MTP"),
@@ -171,11 +175,15 @@ def changed(name: str, value: np.ndarray) -> Tensors:
 
 SHAPES = {
     "hidden size": (PLAIN, {"hidden_size": 32}, "hidden_size 32"),
-    "fc rows": (changed("fc.weight", ones(32, 192)), {}, "fc.weight is 32 x 192"),
+    "fc rows": (
+        changed("fc.weight", ones(32, 192)),
+        {},
+        "fc.weight of 32 x 192",
+    ),
     "fc columns": (changed("fc.weight", ones(64, 200)), {}, "no whole number"),
     "two features": (changed("fc.weight", ones(64, 128)), {}, "--aux-layers"),
-    "heads": (PLAIN, {"num_attention_heads": 8, "head_dim": 16}, "expected 128 x 128"),
-    "key heads": (PLAIN, {"num_key_value_heads": 4}, "k_proj.weight is 32 x 128"),
+    "heads": (PLAIN, {"num_attention_heads": 8, "head_dim": 16}, "expected 64 x 128"),
+    "key heads": (PLAIN, {"num_key_value_heads": 4}, "k_proj.weight of 32 x 128"),
     "output": (changed("layers.0.self_attn.o_proj.weight", ones(64, 32)), {}, "o_proj"),
     "lm_head": (changed("lm_head.weight", ones(40, 64)), {}, "40 rows"),
     "draft vocabulary": (PLAIN, {"draft_vocab_size": 40}, "draft_vocab_size 40"),
@@ -198,12 +206,12 @@ SHAPES = {
     "a layer of qwen3 without its norms": (
         PLAIN,
         speculators({"model_type": "qwen3"}),
-        "lacks layers.0.self_attn.q_norm.weight",
+        "lacks layers.0.self_attn.k_norm.weight",
     ),
     "a layer without its biases": (
         PLAIN,
         speculators({"attention_bias": True}),
-        "lacks layers.0.self_attn.q_proj.bias",
+        "lacks layers.0.self_attn.k_proj.bias",
     ),
     "a trained embedding that is missing": (
         PLAIN,

@@ -11,7 +11,7 @@ from tolerances import tolerance
 
 from mlx_eagle.convert.__main__ import main
 from mlx_eagle.convert.checkpoint import DraftCheckpoint, TargetFolder
-from mlx_eagle.convert.resolve import Resolved, resolve
+from mlx_eagle.convert.head_config import Resolved, resolve
 from mlx_eagle.convert.stored import Stored
 
 PLAIN = eagle3_tensors()

@@ -13,8 +13,8 @@ import pytest
 from public_heads import EAGLE_1, HEADS, IDS, LATENT, MISTRAL
 
 from mlx_eagle.convert.checkpoint import DraftCheckpoint, TargetFolder, mistral_config
-from mlx_eagle.convert.resolve import Resolved, resolve
-from mlx_eagle.convert.schema import CONFIG
+from mlx_eagle.convert.head_config import Resolved, resolve
+from mlx_eagle.convert.published_config import CONFIG
 from mlx_eagle.convert.stored import Stored
 from mlx_eagle.drafters.config import Eagle3Config
 from mlx_eagle.drafters.pairs import PAIRS

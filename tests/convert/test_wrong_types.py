@@ -24,7 +24,7 @@ from checkpoints import (
 
 from mlx_eagle.convert import convert
 from mlx_eagle.convert.gguf import read_gguf
-from mlx_eagle.convert.schema import CONFIG as CONFIG_TYPES
+from mlx_eagle.convert.published_config import CONFIG as CONFIG_TYPES
 from mlx_eagle.drafters.block_config import LAYER
 from mlx_eagle.drafters.block_config import PUBLISHED as BLOCK_TYPES
 from mlx_eagle.drafters.kinds import is_converted, published_kind
