@@ -30,6 +30,7 @@ COMPARED = (
     "layers.0.self_attn.q_norm.weight",
     "layers.0.self_attn.k_norm.weight",
 )
+FAR = 4.0  # times nearer, to be another kind of norm than the others in its file
 
 
 @dataclass(frozen=True)
@@ -356,38 +357,33 @@ def stack_experts(weights: Weights) -> Weights:
 def with_final_norms(weights: Weights, target: nn.Module) -> Weights:
     """Norms as they are multiplied with: some files hold them less one, and some hold both kinds.
 
-    Each is compared with the target's own norm of that name, which one of the two readings is
-    nearer to; the two norms before the matrix go with those of the layer, for in either reading
-    they may be small. One is added in float32.
+    Those of the layer, compared with the target's own of the same names, decide together which
+    reading is nearer. The two norms before the matrix follow them, for in either reading they may
+    be small, and so does the last one, unless the other reading is ``FAR`` nearer: less one, those
+    of Qwen3.5's 27B and 4B have means of 1.25 and 2.58. One is added in float32.
     """
-    weights = dict(weights)
     layers = [layer for layer in target.layers if "self_attn" in layer]
-    votes = 0.0
-    for name in COMPARED:
-        if name in weights:
-            path = name.removeprefix("layers.0.").split(".")
-            own = [_mean(reduce(getitem, path, layer)) for layer in layers]
-            gain = _gain_of_one(weights[name], sum(own) / len(own))
-            votes += gain
-            if gain > 0:
-                weights[name] = weights[name].astype(mx.float32) + 1.0
     text = target.language_model if "language_model" in target else target
-    if (
-        "norm.weight" in weights
-        and _gain_of_one(weights["norm.weight"], _mean(text.model.norm.weight)) > 0
-    ):
-        weights["norm.weight"] = weights["norm.weight"].astype(mx.float32) + 1.0
-    if votes > 0:
-        for part in (EMBEDDING_NORM, STATE_NORM):
-            if f"{part}weight" in weights:
-                weights[f"{part}weight"] = weights[f"{part}weight"].astype(mx.float32) + 1.0
-    return weights
+    compared = [name for name in COMPARED if name in weights]
+    gain = 0.0
+    for name in compared:
+        path = name.removeprefix("layers.0.").split(".")
+        own = [_mean(reduce(getitem, path, layer)) for layer in layers]
+        as_it_is, with_one = _distances(weights[name], sum(own) / len(own))
+        gain += as_it_is - with_one
+    raw = {*compared, f"{EMBEDDING_NORM}weight", f"{STATE_NORM}weight"} if gain > 0 else set()
+    if "norm.weight" in weights:
+        as_it_is, with_one = _distances(weights["norm.weight"], _mean(text.model.norm.weight))
+        limit = FAR if gain > 0 else 1 / FAR if gain < 0 else 1.0
+        if with_one < limit * as_it_is:
+            raw.add("norm.weight")
+    return {n: w.astype(mx.float32) + 1.0 if n in raw else w for n, w in weights.items()}
 
 
-def _gain_of_one(weight: mx.array, own: float) -> float:
-    """Distance by which adding one brings the mean nearer to the target's; below 0: farther."""
+def _distances(weight: mx.array, own: float) -> tuple[float, float]:
+    """The distances of a norm's mean, and of one more, from the mean of the target's own."""
     mean = _mean(weight)
-    return abs(mean - own) - abs(mean + 1 - own)
+    return abs(mean - own), abs(mean + 1 - own)
 
 
 def _mean(weight: mx.array) -> float:

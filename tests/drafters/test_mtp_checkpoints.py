@@ -23,6 +23,7 @@ import mlx_eagle
 from mlx_eagle.commands import flags
 from mlx_eagle.drafters.kinds import recognise
 from mlx_eagle.drafters.mtp import load_mtp, make_mtp_head
+from mlx_eagle.drafters.mtp_layers import with_final_norms
 
 QWEN = FAMILIES["qwen3.5"]()
 MOE = FAMILIES["qwen3.5 moe, tied"]()
@@ -98,6 +99,20 @@ def test_a_folder_of_layers(tmp_path, norms):
     path = write_folder(tmp_path / "layers", tensors)
     assert recognise(tensors, {"model_type": "qwen3_5_mtp"}) == "mtp"
     check_layers(mlx_eagle.open_drafter(path, QWEN.target), part)
+
+
+@pytest.mark.parametrize("is_final", [True, False])
+@pytest.mark.parametrize("last, own", [(1.25, 1.5), (2.58, 2.9), (1.25, 3.0), (-0.1, 1.2)])
+def test_a_large_last_norm_is_read_as_the_others(last, own, is_final):
+    """Qwen3.5-27B's and 4B's have means of 1.25 and 2.58, less one."""
+    target = FAMILIES["qwen3.5"]().target
+    text = target.language_model if "language_model" in target else target
+    text.model.norm.weight = mx.full(64, own)
+    shift = 0 if is_final else 1
+    found = {n: mx.array(a - shift if a.ndim == 1 else a) for n, a in final(QWEN).items()}
+    found["norm.weight"] = mx.full(64, last + 1 - shift)
+    read = with_final_norms(found, target)
+    assert mx.allclose(read["norm.weight"], mx.full(64, last + 1)).item()
 
 
 PRE = ("pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight")
