@@ -23,7 +23,7 @@ from mlx_eagle.system.hub import locate, refuse_eagle_4
 from mlx_eagle.system.json_file import read_published, read_weight_map
 from mlx_eagle.system.safetensors import check_name, read_header
 
-from .dequantize import unpacked
+from .dequantize import FLOATS, MLXPacked, unpacked
 from .gguf import read_gguf
 from .published_config import CONFIG, TARGET
 from .stored import Stored, map_file
@@ -290,7 +290,11 @@ class TargetFolder:
         """The matrix (V, h) of ``embed_tokens`` or ``lm_head``, dequantized; None if missing."""
         names = (name for name in self._tables if f".{name}".endswith(f".{module}.weight"))
         name = next(names, None)
-        return None if name is None else self._tables[name].read()
+        if name is None:
+            return None
+        table = self._tables[name]
+        is_packed = isinstance(table, MLXPacked)  # then the copy in a head was computed by MLX
+        return table.read_in(FLOATS[table.format]) if is_packed else table.read()
 
     def output_table(self) -> mx.array | None:
         """The lm_head (V, h), in tied models the embedding."""

@@ -348,7 +348,10 @@ def _integer_shape(
 
 
 class MLXPacked(Tensor):
-    """A matrix as mlx.nn packs it, or a stack of them: words, scales and maybe biases."""
+    """A matrix as mlx.nn packs it, or a stack of them: words, scales and maybe biases.
+
+    ``format`` is the type that mlx.nn computes it in.
+    """
 
     def __init__(
         self, name: str, parts: Mapping[str, Stored], bits: int, group_size: int, mode: str
@@ -376,8 +379,14 @@ class MLXPacked(Tensor):
         return {f"{path}.{part}": tensor.read() for part, tensor in self.parts.items()}
 
     def read(self) -> mx.array:
-        """The values; ValueError if the parts do not go together."""
+        """The values in float32; ValueError if the parts do not go together."""
+        return self.read_in(mx.float32)
+
+    def read_in(self, dtype: mx.Dtype) -> mx.array:
+        """The values as mlx.nn computes them from scales and biases of that type."""
         own = {part: tensor.read() for part, tensor in self.parts.items()}
+        if self.mode == "affine":  # others have scales of one byte
+            own |= {n: own[n].astype(dtype) for n in ("scales", "biases") if n in own}
         try:
             found: mx.array = mx.dequantize(
                 own["weight"],
@@ -386,7 +395,7 @@ class MLXPacked(Tensor):
                 group_size=self.group_size,
                 bits=self.bits,
                 mode=self.mode,
-                dtype=FLOATS[self.format],
+                dtype=dtype,
                 stream=mx.cpu,
             )
         except ValueError as err:

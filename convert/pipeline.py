@@ -153,7 +153,7 @@ def build_kind(name: str, checkpoint: DraftCheckpoint, options: SaveOptions) -> 
             f"this is {KINDS[name].title} that is packed already, and packed anew it would lose "
             "twice: name it as it is with --draft-model, or convert with --no-quantize"
         )
-    largest = max(tensors.values(), key=lambda tensor: tensor.size)
+    largest = max(whole.values(), key=lambda tensor: tensor.size)
     own = DTYPE_OF_FORMAT.get(largest.format, "float16")
     return _read(KINDS[name].title, config | {"kind": name}, tensors, own, options)
 

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from assistants import published, tiny_assistant, tiny_gemma4
 from checkpoints import write_config
@@ -127,6 +128,32 @@ def test_a_packed_folder_is_unpacked_as_it_says(tmp_path):
     own = dict(tree_flatten(drafter.head.parameters()))
     for name, array in worth.items():
         assert mx.allclose(own[name], array, rtol=1e-6, atol=1e-6), name
+
+
+@pytest.mark.parametrize("dtype", ["float32", None])
+def test_a_folder_packed_in_bfloat16_is_unpacked_without_rounding(tmp_path, dtype):
+    """Word by word: numbers of 4 bits, the lowest first, times a scale, plus a bias."""
+    source, _ = packed_folder(tmp_path / "layers")
+    file = f"{source}/model.safetensors"
+    stored = {
+        name: array if array.dtype == mx.uint32 else array.astype(mx.bfloat16)
+        for name, array in mx.load(file).items()
+    }
+    mx.save_safetensors(file, stored)
+    convert(source, str(tmp_path / "head"), quantize=False, dtype=dtype)
+    own = mx.load(str(tmp_path / "head" / "model.safetensors"))
+    for path in ("fc", "layers.0.mlp.down_proj", "layers.0.self_attn.q_proj"):
+        words = np.array(stored[f"{path}.weight"])
+        numbers = (words[..., None] >> np.arange(0, 32, 4, dtype=np.uint32)) & 15
+        groups = numbers.reshape(len(words), -1, 32).astype(np.float32)
+        scales, biases = (
+            np.array(stored[f"{path}.{part}"].astype(mx.float32))[..., None]
+            for part in ("scales", "biases")
+        )
+        expected = mx.array((groups * scales + biases).reshape(len(words), -1))
+        found = own[f"{path}.weight"]
+        assert found.dtype == (mx.float32 if dtype else mx.bfloat16)
+        assert mx.allclose(found, expected.astype(found.dtype), rtol=1e-6, atol=1e-6), path
 
 
 @pytest.mark.parametrize("part", [QWEN, pytest.param(MOE, marks=pytest.mark.exhaustive)])
