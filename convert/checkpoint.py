@@ -14,6 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_eagle.drafters import target_parts
 from mlx_eagle.drafters.config import LATENT
 from mlx_eagle.drafters.kind import Tensor
 from mlx_eagle.drafters.kinds import names_in
@@ -59,7 +60,6 @@ TOKENIZER_FILES = (
     "*.tiktoken",
 )
 PART = 4096  # rows to compare at once
-INDEX = "model.safetensors.index.json"
 CONFIG_FILES = ("*.json",)
 MOST_SHARED = 2
 """Tensors that may share the bytes of a file: two, where embedding and lm_head are tied."""
@@ -173,6 +173,19 @@ def find_shards(folder: Path, form: Format) -> list[Path]:
     return []
 
 
+def read_parts(
+    source: str, is_part: Callable[[str], bool], revision: str | None = None
+) -> tuple[dict[str, Stored], list[Path]]:
+    """The tensors of these names in a model, unread, and the files with them; ({}, []): none.
+
+    Of a repository only these are fetched.
+    """
+    names = target_parts.find_shards(source, is_part, revision)
+    files = target_parts.fetch_files(source, names, is_part, revision) if names else []
+    stored = {n: t for file in files for n, t in read_safetensors(file).items() if is_part(n)}
+    return stored, files
+
+
 def _open_gguf(source: str, path: Path) -> DraftCheckpoint:
     config, tensors = read_gguf(path)
     return _checked(DraftCheckpoint(source, config, tensors, (path,)), path)
@@ -270,21 +283,10 @@ class TargetFolder:
     @cached_property
     def _tables(self) -> dict[str, Tensor]:
         """The embedding and the lm_head, unread."""
-
-        def is_table(name: str) -> bool:
-            return "embed_tokens." in name or "lm_head." in name
-
-        shards = {"model.safetensors"}
-        if (self.folder / INDEX).exists():
-            places = read_weight_map(self.folder / INDEX)
-            shards = {file for name, file in places.items() if is_table(name)}
-        if not all((self.folder / shard).exists() for shard in shards):
-            locate(self.name, tuple(shards))
-        tensors: dict[str, Stored] = {}
-        for path in sorted(self.folder / shard for shard in shards):
-            if path.is_file():
-                tensors |= {n: t for n, t in read_safetensors(path).items() if is_table(n)}
-        return unpacked(tensors, self.config)
+        stored, _ = read_parts(
+            self.name, lambda name: "embed_tokens." in name or "lm_head." in name
+        )
+        return unpacked(stored, self.config)
 
     def table(self, module: str) -> mx.array | None:
         """The matrix (V, h) of ``embed_tokens`` or ``lm_head``, dequantized; None if missing."""

@@ -13,8 +13,6 @@ from mlx_eagle.drafters.kind import Tensor, Tensors
 from mlx_eagle.drafters.kinds import KINDS, OTHERWISE, is_converted, recognise
 from mlx_eagle.drafters.target_parts import (
     TargetSizes,
-    fetch_files,
-    find_shards,
     made_from,
     read_target_config,
 )
@@ -33,7 +31,7 @@ from .checkpoint import (
     TargetFolder,
     open_checkpoint,
     open_target,
-    read_safetensors,
+    read_parts,
     same_values,
 )
 from .dequantize import MLXPacked, Unpacked, unpacked
@@ -356,11 +354,8 @@ def _open(source: str, revision: str | None, target: str | None) -> tuple[str, D
     found = {name: kind.parts_of(config) for name, kind in KINDS.items()}
     parts = {name: is_part for name, is_part in found.items() if is_part is not None}
     for name, is_part in parts.items():
-        names = find_shards(source, is_part, revision)
-        if names:
-            files = fetch_files(source, names, is_part, revision)
-            stored = {n: t for file in files for n, t in read_safetensors(file).items()}
-            tensors = {n: t for n, t in stored.items() if is_part(n)}
+        tensors, files = read_parts(source, is_part, revision)
+        if tensors:
             return name, DraftCheckpoint(source, config, tensors, tuple(files))
     checkpoint = open_checkpoint(source, revision)
     kind = recognise(checkpoint.tensors, checkpoint.config, source, target)

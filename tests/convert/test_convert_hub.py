@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
+import numpy as np
 import pytest
 from checkpoints import (
     CONFIG,
@@ -17,6 +18,7 @@ from checkpoints import (
     write_config,
     write_gguf,
     write_safetensors,
+    write_target,
 )
 from hub import Hub, hub_settings, running_hub, use_hub
 
@@ -167,3 +169,17 @@ def test_failing_upload_keeps_the_folder(run, tmp_path):
     code, _, err = run("http://127.0.0.1:9", *args)
     assert code == 2 and "could not be uploaded" in err
     assert err.count("\n") == 1 and (out / "model.safetensors").exists()
+
+
+def test_of_a_target_only_the_tables_are_fetched(run, hub, tmp_path):
+    table = np.random.default_rng(5).standard_normal((128, 64), np.float32)
+    body = {f"model.layers.{i}.weight": np.ones((512, 256), np.float32) for i in range(2)}
+    write_target(hub.root / "some" / "target", {"model.embed_tokens.weight": table} | body)
+    tensors = eagle3_tensors() | {"embed_tokens.weight": table}
+    source = write_safetensors(tmp_path / "source", CONFIG, tensors)
+    args = ("--hf-path", source, "--mlx-path", tmp_path / "out", "--target", "some/target")
+    code, out, err = run(hub.address, *args)
+    assert code == 0, err
+    assert "embedding   the target's" in out
+    sent = sum(n for path, n in hub.sent.items() if path.endswith(".safetensors"))
+    assert table.nbytes < sent < table.nbytes + 150_000
