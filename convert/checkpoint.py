@@ -7,10 +7,10 @@ keys (as vLLM reads it); the meaning of a tensor is decided elsewhere.
 import hashlib
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import mlx.core as mx
 
@@ -132,23 +132,19 @@ def read_safetensors(path: Path) -> dict[str, Stored]:
     }
 
 
-@dataclass(frozen=True)
-class Format:
-    """A way to store tensors: patterns of file names, and a function that reads one file."""
+class Format(NamedTuple):
+    """A way to store tensors: patterns of file names, the index, and what reads one file."""
 
     patterns: tuple[str, ...]
     index: str
     read: Callable[[Path], dict[str, Stored]]
 
 
-# In order of preference if a folder has both.
-FORMATS = (
-    Format(
-        ("model.safetensors", "consolidated.safetensors", "*.safetensors"),
-        "model.safetensors.index.json",
-        read_safetensors,
-    ),
-    Format(("pytorch_model.bin", "pytorch_model*.bin"), "pytorch_model.bin.index.json", read_bin),
+SAFETENSORS = ("model.safetensors", "consolidated.safetensors", "*.safetensors")
+BIN = ("pytorch_model.bin", "pytorch_model*.bin")
+FORMATS = (  # in order of preference if a folder has both
+    Format(SAFETENSORS, "model.safetensors.index.json", read_safetensors),
+    Format(BIN, "pytorch_model.bin.index.json", read_bin),
 )
 
 
@@ -245,40 +241,33 @@ def open_checkpoint(source: str, revision: str | None = None) -> DraftCheckpoint
     )
 
 
-def _first(config: Mapping[str, Any], keys: tuple[str, ...], name: str) -> int:
-    for key in keys:
-        if config.get(key) is not None:
-            return config[key]
-    raise ValueError(f"the config.json of {name} has none of {', '.join(keys)}; is it a model?")
+SIZE_KEYS = {
+    "hidden_size": ("hidden_size", "n_embd", "d_model"),
+    "num_layers": ("num_hidden_layers", "n_layer", "n_layers"),
+    "vocab_size": ("vocab_size",),
+}
 
 
 @dataclass(frozen=True)
-class TargetFolder:
+class TargetFolder(TargetSizes):
     """A target by its folder and config; weights are read on demand."""
 
-    name: str
-    folder: Path
-    config: dict[str, Any]
+    folder: Path = Path()
+    config: Mapping[str, Any] = field(default_factory=dict)
 
-    @property
-    def _text(self) -> dict[str, Any]:
-        return self.config.get("text_config") or self.config
-
-    @property
-    def hidden_size(self) -> int:
-        return _first(self._text, ("hidden_size", "n_embd", "d_model"), self.name)
-
-    @property
-    def num_layers(self) -> int:
-        return _first(self._text, ("num_hidden_layers", "n_layer", "n_layers"), self.name)
-
-    @property
-    def vocab_size(self) -> int:
-        return _first(self._text, ("vocab_size",), self.name)
-
-    @property
-    def sizes(self) -> TargetSizes:
-        return TargetSizes(self.hidden_size, self.num_layers, self.vocab_size, self.name)
+    @classmethod
+    def of(cls, name: str, folder: Path, config: Mapping[str, Any]) -> Self:
+        """The target of a config; ValueError if that lacks a size."""
+        text = config.get("text_config") or config
+        sizes = {}
+        for size, keys in SIZE_KEYS.items():
+            found = [text[key] for key in keys if text.get(key) is not None]
+            if not found:
+                raise ValueError(
+                    f"the config.json of {name} has none of {', '.join(keys)}; is it a model?"
+                )
+            sizes[size] = found[0]
+        return cls(**sizes, name=name, folder=folder, config=config)
 
     @cached_property
     def _tables(self) -> dict[str, Tensor]:
@@ -311,10 +300,6 @@ class TargetFolder:
         return sorted(file.name for file in files)
 
 
-AnyTarget = TargetFolder | TargetSizes
-"""A model's folder, or only the sizes of a loaded model."""
-
-
 def open_target(name: str) -> TargetFolder:
     """The target in a folder or on the hub; ValueError if there is none."""
     folder = locate(name, ("*.json", *TOKENIZER_FILES))
@@ -322,7 +307,7 @@ def open_target(name: str) -> TargetFolder:
         raise ValueError(f"{name} is a file; --target takes a model folder or a repository id")
     config = read_config(folder)
     check(config, TARGET, folder / "config.json")
-    return TargetFolder(name, folder, config)
+    return TargetFolder.of(name, folder, config)
 
 
 def same_values(ours: mx.array, theirs: mx.array | None) -> bool:

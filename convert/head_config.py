@@ -21,9 +21,10 @@ from mlx_eagle.drafters.folder import check_tensors, rows_of
 from mlx_eagle.drafters.head import GATED
 from mlx_eagle.drafters.head_weights import stored_shapes
 from mlx_eagle.drafters.kind import Tensor
+from mlx_eagle.drafters.target_parts import TargetSizes
 from mlx_eagle.system.fields import shown
 
-from .checkpoint import AnyTarget, DraftCheckpoint
+from .checkpoint import DraftCheckpoint
 from .families import Family, count_layers, find_family, hidden_size
 from .published_config import (
     DEFAULT_THETA,
@@ -81,7 +82,7 @@ class PublishedHead:
     config: Mapping[str, Any]
     settings: Mapping[str, Any]
     tensors: dict[str, Tensor]
-    target: AnyTarget | None = None
+    target: TargetSizes | None = None
     overrides: Overrides = NO_OVERRIDES
     notes: list[str] = field(default_factory=list)
 
@@ -480,7 +481,7 @@ def _doubts(head: PublishedHead, config: Eagle3Config, vocabulary: Vocabulary) -
 
 def resolve(
     checkpoint: DraftCheckpoint,
-    target: AnyTarget | None = None,
+    target: TargetSizes | None = None,
     overrides: Overrides = NO_OVERRIDES,
 ) -> Resolved:
     """Work out which head the checkpoint holds.

@@ -26,7 +26,6 @@ from .check import check_entry, check_head, check_table, load_model, rope_bases
 from .check_acceptance import measure_acceptance
 from .checkpoint import (
     CONFIG_FILES,
-    AnyTarget,
     DraftCheckpoint,
     TargetFolder,
     open_checkpoint,
@@ -103,7 +102,7 @@ def drop_shared(head: Resolved, target: TargetFolder) -> Resolved:
 
 def prepare(
     checkpoint: DraftCheckpoint,
-    target: AnyTarget | None,
+    target: TargetSizes | None,
     overrides: Overrides,
     draft_vocab: int | Trim | None,
 ) -> Resolved:
@@ -292,15 +291,14 @@ def _refuse(kind: str, draft_vocab: object, overrides: Overrides) -> None:
 def _convert_kind(
     kind: str,
     checkpoint: DraftCheckpoint,
-    target: AnyTarget | None,
+    target: TargetSizes | None,
     options: SaveOptions,
     check: bool,
 ) -> tuple[Head, list[str]]:
     """A drafter of another kind than EAGLE heads, and lines for people about it."""
     head = build_kind(kind, checkpoint, options)
     lines = [f"kind        {head.title}", *size_lines(checkpoint, head)]
-    sizes = target.sizes if isinstance(target, TargetFolder) else target
-    KINDS[kind].made_for(head.config, Path("config.json"), sizes)
+    KINDS[kind].made_for(head.config, Path("config.json"), target)
     if check and target is not None:
         loaded = load_model(target.name, options.dtype)
         found = measure_acceptance(KINDS[kind], head.config, head.weights, *loaded)
@@ -312,7 +310,7 @@ def _convert_kind(
 def _convert_eagle(
     checkpoint: DraftCheckpoint,
     resolved: Resolved,
-    target: AnyTarget | None,
+    target: TargetSizes | None,
     options: SaveOptions,
     check: bool,
 ) -> tuple[Head, list[str]]:

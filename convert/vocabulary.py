@@ -11,8 +11,7 @@ import numpy as np
 
 from mlx_eagle.drafters.config import VocabularyFields
 from mlx_eagle.drafters.kind import Tensor
-
-from .checkpoint import AnyTarget
+from mlx_eagle.drafters.target_parts import TargetSizes
 
 FLAGS = ("BOOL", "U8", "I8", "I32", "I64")
 NUMBERS = ("I64", "I32", "I16", "I8", "U8")
@@ -37,7 +36,7 @@ class Vocabulary:
     def max_target_id(self) -> int:
         return self.draft_size - 1 if self.target_ids is None else int(self.target_ids[-1])
 
-    def check_target(self, target: AnyTarget) -> None:
+    def check_target(self, target: TargetSizes) -> None:
         """Raise ValueError if the target lacks a token that the head drafts."""
         if self.max_target_id >= target.vocab_size:
             raise ValueError(

@@ -78,7 +78,7 @@ def resolved(config: dict, tensors: dict, depth: int, hidden_size: int, vocab: i
             data = (ids - np.arange(shape[0])).view(np.uint8)
         stored[name] = Stored("I64" if name == "d2t" else "BF16", shape, data)
     values = {"num_hidden_layers": depth, "hidden_size": hidden_size, "vocab_size": vocab}
-    target = TargetFolder("target", Path("."), values)
+    target = TargetFolder.of("target", Path("."), values)
     return resolve(DraftCheckpoint("head", config, stored, ()), target)
 
 

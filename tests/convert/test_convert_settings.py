@@ -48,7 +48,7 @@ def resolved(config: dict, num_layers: int | None, tensors: Tensors) -> Resolved
     target = None
     if num_layers is not None:
         sizes = {"hidden_size": 64, "num_hidden_layers": num_layers, "vocab_size": 128}
-        target = TargetFolder("target", Path("."), sizes)
+        target = TargetFolder.of("target", Path("."), sizes)
     return resolve(DraftCheckpoint("head", config, stored, ()), target)
 
 

@@ -114,7 +114,7 @@ def resolved(row: dict) -> Resolved:
     width = row.get("wide", row["config"]["hidden_size"])
     sizes = {"num_hidden_layers": row["depth"], "hidden_size": width, "vocab_size": vocab}
     return resolve(
-        DraftCheckpoint("head", config, stored, ()), TargetFolder("t", Path("."), sizes)
+        DraftCheckpoint("head", config, stored, ()), TargetFolder.of("t", Path("."), sizes)
     )
 
 
@@ -171,7 +171,7 @@ def test_heads_of_eagle_1_resolve(name):
     values = {"num_hidden_layers": depth, "hidden_size": h, "vocab_size": vocab}
     stored = {n: Stored("F16", shape, NOTHING) for n, shape in shapes.items()}
     head = DraftCheckpoint("head", config, stored, ())
-    fields = resolve(head, TargetFolder("t", Path("."), values)).config
+    fields = resolve(head, TargetFolder.of("t", Path("."), values)).config
     assert not fields.uses_aux and fields.fc_input == "embedding_and_state"
     assert fields.fc_bias == more.get("bias", True)
     assert fields.attention_bias == more.get("qkv_bias", False)
@@ -254,7 +254,7 @@ def test_heads_of_mistral_resolve(name):
     config = mistral_config(params)
     check(config, CONFIG, "params.json")
     values = {"num_hidden_layers": depth, "hidden_size": h, "vocab_size": 131072}
-    target = TargetFolder("t", Path("."), values)
+    target = TargetFolder.of("t", Path("."), values)
     found = resolve(DraftCheckpoint("head", config, in_fp8(shapes), ()), target).config
     assert found.num_layers == params["n_layers"] and not found.uses_aux
     assert found.fc_input == "embedding_and_state" and found.norm_output
@@ -292,6 +292,6 @@ def test_a_head_in_nvfp4_resolves():
     config = as_nested(row["config"], "llama")
     config["quantization_config"] = {"format": "nvfp4-pack-quantized"}
     values = {"num_hidden_layers": 60, "hidden_size": 5376, "vocab_size": 262144}
-    target = TargetFolder("t", Path("."), values)
+    target = TargetFolder.of("t", Path("."), values)
     found = resolve(DraftCheckpoint("head", config, stored, ()), target).config
     assert found == resolved(row).config
