@@ -6,6 +6,7 @@ A new kind is a file beside this one and a row here; docs/pages/add-a-drafter.md
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +210,7 @@ UNREAD = (
         way_out="use a dense EAGLE-3 head of the same target",
     ),
 )
+MOST_KEYS = 2000  # of a config, more than an honest one has
 TRUNK = re.compile(r"(^|\.)layers\.0\.(self_attn|mixer|linear_attn)\.")
 
 
@@ -216,8 +218,9 @@ def _said_in(config: Mapping[str, Any]) -> str:
     """The names that a config gives its model, and the keys that it sets, each on a line."""
     inner = config.get("eagle_config")
     parts = [config, inner if isinstance(inner, Mapping) else {}]
-    keys = [key for part in parts for key, value in part.items() if value not in (None, False)]
-    lines = [*names_in(config), *(f"{key[:LONGEST_NAME]}=" for key in keys)]
+    keys = (key for part in parts for key, value in part.items() if value not in (None, False))
+    lines = names_in(config)
+    lines += [f"{key[:LONGEST_NAME]}=" for key in islice(keys, MOST_KEYS)]
     return "\n".join(lines).lower()
 
 
