@@ -161,7 +161,8 @@ class Reader:
         # The text itself may be white space: the weights are random.
         _, _, counts = self.run(words).split("==========\n")
         assert re.search(r"^Generation: [1-9]", counts, re.MULTILINE), counts
-        assert re.search(r"^Rounds: .*[1-9]", counts, re.MULTILINE), counts
+        wanted = r"^Rounds: .*[1-9]|^Nothing was drafted|^auto did not draft: "
+        assert re.search(wanted, counts, re.MULTILINE), counts
 
     def chat(self, words: list[str]) -> None:
         out = self.run(with_short_text(words), "Hello\n/stats\n/exit\n")

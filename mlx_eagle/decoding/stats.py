@@ -193,6 +193,14 @@ class Stats:
         return " ".join(f"{share:.2f}" for share, reached in pairs if reached) or "-"
 
     @property
+    def _undrafted_words(self) -> str:
+        """Why no round drafted, if ``auto`` said so: rates of nothing would look like failures."""
+        words = f"{self.num_plain_steps} plain steps"
+        if self.drafting_events:
+            return f"auto did not draft: {self.drafting_events[-1].reason} ({words})"
+        return f"Nothing was drafted ({words})"
+
+    @property
     def generation_tps(self) -> float:
         """Tokens per second after the first, which prefill yields."""
         return self.num_emitted / self.generation_time if self.generation_time else 0.0
@@ -229,6 +237,8 @@ class Stats:
 
     def lines(self) -> list[str]:
         """The footer, line by line."""
+        if self.num_rounds == 0:
+            return [self._undrafted_words]
         histogram = " ".join(f"{n}:{c}" for n, c in enumerate(self.accepted_histogram))
         lines = [
             f"Rounds: {self.num_rounds}, forwards: {self.num_target_forwards} target, "

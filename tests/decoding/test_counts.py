@@ -24,6 +24,7 @@ from tolerances import tolerance
 
 from mlx_eagle import Sampling
 from mlx_eagle.decoding.accept import Match
+from mlx_eagle.decoding.auto import DraftingEvent
 from mlx_eagle.decoding.decoder import Round
 from mlx_eagle.decoding.generate_step import speculative_generate_step
 from mlx_eagle.decoding.stats import Stats
@@ -268,6 +269,15 @@ def test_positions_that_no_round_reached_have_no_acceptance():
     stats = Stats(num_rounds=4, accepted_histogram=[1, 3], drafted_by_position=[4, 4, 4])
     assert stats.acceptance_words == "0.75 0.00"
     assert Stats().acceptance_words == "-"
+
+
+def test_counts_without_a_round_say_why_nothing_was_drafted():
+    stats = Stats(num_plain_steps=12)
+    assert stats.lines() == ["Nothing was drafted (12 plain steps)"]
+    stats.drafting_events.append(DraftingEvent(3, "drafting off", "a round costs too much"))
+    assert stats.lines() == ["auto did not draft: a round costs too much (12 plain steps)"]
+    stats.record(2, 2, 0, 1, 2)
+    assert "Rounds: 1" in stats.lines()[0] and "rate 0.000" in "".join(stats.lines())
 
 
 def test_the_graph_of_a_copied_round_does_not_grow_with_the_copy():
