@@ -2,7 +2,9 @@
 
 import argparse
 import json
+import shutil
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from ..drafters.base import Drafter
 from ..drafters.pairs import pair_lines
 from ..generate import footer, stream_generate
 from ..system.atomic_folder import check_writable
+from ..system.cli_values import LARGEST
 from ..system.device import num_parameters, this_machine, weight_bytes
 from ..system.exit_codes import run_command
 from ..system.loading import apply_template
@@ -140,15 +143,26 @@ def read_cache(args: argparse.Namespace) -> tuple[list[Any] | None, dict[str, st
     return cache, metadata
 
 
+def in_terminal(line: str) -> str:
+    """A line broken between words where the terminal ends; whole if the output is a file."""
+    columns = shutil.get_terminal_size((LARGEST, 24)).columns
+    if len(line) <= columns:
+        return line
+    start = " " * (len(line) - len(line.lstrip()))
+    wrapper = textwrap.TextWrapper(columns, initial_indent=start, subsequent_indent=start + "    ")
+    wrapper.break_on_hyphens = False
+    wrapper.break_long_words = False
+    return wrapper.fill("  ".join(line.split()) if start else line)
+
+
 def run(args: argparse.Namespace) -> None:
     """Generate once, as the flags say."""
     if args.list:
         machine = this_machine()
-        print("\n".join([*head_lines(), "", *pair_lines(), ""]))
-        print(f"This machine, {machine.name}: {machine.advice}.")
-        print(
-            "mlx_eagle.doctor says which targets fit its memory, and with --model what one costs."
-        )
+        lines = [*head_lines(), "", *pair_lines(), ""]
+        lines.append(f"This machine, {machine.name}: {machine.advice}.")
+        lines.append("mlx_eagle.doctor --model says whether a target fits, and what it costs.")
+        print("\n".join(map(in_terminal, lines)))
         return
     check_arguments(args)
     check_cache_flags(args)

@@ -12,7 +12,7 @@ from mlx_lm.generate import GenerationResponse
 from ..bench.parity import first_difference
 from ..generate import stream_generate
 from ..system.cli_values import Range, use_plain_words
-from ..system.device import prepare_device
+from ..system.device import load_note, prepare_device
 from ..system.exit_codes import run_command
 from ..system.marks import Marker
 from .pair import load_demo
@@ -72,6 +72,7 @@ def run(prompt: str, max_tokens: int, num_draft_tokens: int) -> None:
     Range("max_tokens", 2, inf, "2 or more, there is nothing to time").check(max_tokens)
     Range("num_draft_tokens", 1, inf, "1 or more").check(num_draft_tokens)
     print("Loading SmolLM2-135M-Instruct and its EAGLE-3 head.", file=sys.stderr)
+    note = load_note()  # before we are at work ourselves
     prepare_device()
     model, tokenizer, drafter = load_demo()
     messages = [{"role": "user", "content": prompt}]
@@ -91,7 +92,8 @@ def run(prompt: str, max_tokens: int, num_draft_tokens: int) -> None:
     print(f"Prompt: {prompt}\n{mark.legend}")
     drafted = Completion.of(speculative(max_tokens), echo=mark)
     print()
-    print("\n".join(report(Completion.of(plain(max_tokens)), drafted)))
+    lines = report(Completion.of(plain(max_tokens)), drafted)
+    print("\n".join([*lines, note] if note else lines))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -30,11 +30,12 @@ from ..system.device import (
     blas_name,
     blas_note,
     fused_rows,
+    load_note,
     memory,
     this_machine,
     weight_bytes,
 )
-from ..system.hub import locate
+from ..system.hub import INSIDE, REPO_ID, locate
 from ..system.loading import check_target, read_json
 from ..target.rollback import check_supported
 from .packages import Finding, check_packages, read_sysctl
@@ -43,6 +44,7 @@ GB = 1e9
 FILES = ("config.json", "*.index.json")  # of a target, all that ``expect`` needs
 WIRED = "iogpu.wired_limit_mb"
 TF32 = "MLX_ENABLE_TF32"
+SHOWN_PAIRS = 5  # the largest that fit: the whole table is a wall of names
 FIRST_WITH_TF32 = 5  # M5, whose GPU has matrix units
 
 
@@ -53,6 +55,12 @@ def check_machine() -> list[Finding]:
     known = "" if machine.generation == "unknown" else f"{machine.generation}, "
     name = f"{machine.name} ({known}{kind})"
     return [Finding("machine", name), Finding("drafting", machine.advice)]
+
+
+def check_load() -> list[Finding]:
+    """The work of other processes, if it is more than this machine has cores for."""
+    note = load_note()
+    return [Finding("load", note.removeprefix("Note: "), "note")] if note else []
 
 
 def check_blas() -> list[Finding]:
@@ -124,7 +132,8 @@ def check_pairs() -> list[Finding]:
     machine = this_machine()
     fit, others = targets_within(memory(machine)[1])
     text = f"{len(fit)} of {len(fit) + len(others)} targets with a known head fit in 4 bits"
-    text += f": {', '.join(fit)}" if fit else ""
+    if fit:
+        text += f", such as {', '.join(fit[-SHOWN_PAIRS:])}; mlx_eagle.generate --list shows all"
     if machine.backend == "cpu":
         text += ". On a CPU they run and do not gain: try the demo pair"
     return [Finding("known pairs", text)]
@@ -134,6 +143,7 @@ def check_all() -> list[Finding]:
     """Findings of all checks."""
     return [
         *check_machine(),
+        *check_load(),
         *check_packages(),
         *check_blas(),
         *check_settings(),
@@ -304,7 +314,11 @@ def _check_head(model_name: str, name: str | None, model: nn.Module) -> Finding:
         return _known_head(model_name, name)
     path = Path(str(name)).expanduser()
     if not path.exists():
-        return Finding("draft model", f"{name} is not on this machine, so it was not looked at")
+        if REPO_ID.fullmatch(str(name)) or INSIDE.fullmatch(str(name)):
+            text = f"{name} is not on this machine, so it was not looked at"
+            return Finding("draft model", text, "note", "it is looked for on the hub when loaded")
+        wrong = f"{name} does not exist, and it is not a repository id either"
+        return Finding("draft model", wrong, "problem", "name another drafter")
     try:
         kind, config = kind_of(path)
         kind.made_for(config, path / "config.json", sizes_of(model))

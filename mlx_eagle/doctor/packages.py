@@ -10,6 +10,7 @@ import importlib
 import json
 import platform
 import re
+import shutil
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -26,7 +27,7 @@ from packaging.version import Version
 from .. import __version__
 
 Level = Literal["ok", "note", "problem"]
-WIDTH = 96
+WIDTH = 96  # columns, if standard output is no terminal
 COMMAND = re.compile(r"mlx_eagle(\.\w+)+")
 DOCTOR = "mlx_eagle.doctor"
 OLDEST_PYTHON = (3, 11)
@@ -58,12 +59,13 @@ class Finding:
 
 def page(findings: Sequence[Finding]) -> str:
     """The findings as text: notes and problems are marked, and their remedies stand below."""
+    columns = shutil.get_terminal_size((WIDTH, 24)).columns
     marks = {"ok": " ", "note": "-", "problem": "!"}
     width = max(len(finding.name) for finding in findings)
     lines = []
     for finding in findings:
         start = f"{marks[finding.level]} {finding.name:{width}}  "
-        wrapper = textwrap.TextWrapper(WIDTH, start, " " * len(start))
+        wrapper = textwrap.TextWrapper(columns, start, " " * len(start))
         wrapper.break_on_hyphens = False
         wrapper.break_long_words = False
         lines += wrapper.wrap(finding.text)

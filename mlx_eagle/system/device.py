@@ -304,6 +304,21 @@ def blas_note() -> str | None:
     )
 
 
+def load_note(load: float | None = None) -> str:
+    """One sentence if processes wait for this machine's cores; "" if they do not.
+
+    ``load`` is the mean number of running processes in the last minute, by default that of now.
+    """
+    load = os.getloadavg()[0] if load is None else load
+    cores = os.cpu_count() or 1
+    if load <= cores:
+        return ""
+    return (
+        f"Note: the load of this machine is {load:.1f} on {cores} cores, so other work slows down "
+        "what is timed here: run it again when the machine is quiet."
+    )
+
+
 def prepare_device() -> None:
     """Set up the device for drafting; commands call this before the first attention.
 

@@ -192,6 +192,41 @@ def test_a_converted_head_is_held_against_the_target(tmp_path):
     assert found.level == "note" and "auto copies from the text" in found.text
 
 
+@pytest.mark.parametrize("name, code", [("nope", 1), ("/no/where", 1), ("owner/nope", 0)])
+def test_a_draft_model_that_does_not_exist_is_a_problem(tmp_path, home, capsys, name, code):
+    """One that may be a repository is said not to have been looked at."""
+    target = write_config(tmp_path / "target", LLAMA_8B)
+    found, page = doctor(capsys, "--model", target, "--draft-model", name)
+    assert found == code and ("1 problem: draft model." in page) == bool(code)
+    said = "does not exist" if code else "not on this machine"
+    assert f"{name} {said}" in page or f"{name} is {said}" in page
+
+
+@pytest.mark.parametrize("columns", [60, 80, 150])
+def test_a_page_fits_the_terminal_and_shows_few_pairs(home, capsys, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr(checks, "memory", lambda machine: (64e9, 50e9))
+    _, page = doctor(capsys)
+    lines = page.splitlines()
+    assert max(len(line) for line in lines if "/" not in line) in range(columns - 20, columns + 1)
+    monkeypatch.setenv("COLUMNS", "100000")
+    _, page = doctor(capsys)
+    (line,) = [line for line in page.splitlines() if "known pairs" in line]
+    shown = [pair for pair in {p.target.split("/")[1] for p in PAIRS} if f" {pair}" in line]
+    fit, others = targets_within(50e9)
+    assert line.count(", ") == 5 and set(fit[-5:]) <= set(shown) and "--list shows all" in line
+    assert f"{len(fit)} of {len(fit) + len(others)} targets" in line
+
+
+@pytest.mark.parametrize("load, is_busy", [(1.9, False), (2.0, False), (2.1, True)])
+def test_a_load_above_the_cores_is_a_note(monkeypatch, load, is_busy):
+    monkeypatch.setattr(checks.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(checks.os, "getloadavg", lambda: (load, 0.0, 0.0))
+    found = [finding for finding in checks.check_all() if finding.name == "load"]
+    assert [finding.level for finding in found] == ["note"] * is_busy
+    assert all("2.1 on 2 cores" in finding.text for finding in found)
+
+
 def test_a_draft_model_needs_a_model(capsys):
     code, said = doctor(capsys, "--draft-model", "lookup")
     assert (

@@ -173,6 +173,18 @@ def test_adapters_need_a_target(run):
     assert code == 2 and "--adapter-path needs --model" in said.err
 
 
+def test_the_list_breaks_between_words_in_a_terminal(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["mlx_eagle.generate", "--list"])
+    program.main()
+    whole = capsys.readouterr().out
+    assert max(map(len, whole.splitlines())) > 120
+    for columns in (80, 100):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        program.main()
+        out = capsys.readouterr().out
+        assert out.split() == whole.split() and max(map(len, out.splitlines())) <= columns
+
+
 def test_list(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(drafters, "user_cache", lambda: tmp_path)
     monkeypatch.setattr(sys, "argv", ["mlx_eagle.generate", "--list"])
