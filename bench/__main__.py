@@ -3,6 +3,7 @@
 import argparse
 import csv
 import importlib.util
+import itertools
 import json
 import sys
 import time
@@ -28,9 +29,7 @@ from .flags import (
     Settings,
     build_parser,
     check_contexts,
-    check_models,
     check_questions,
-    check_serving,
     draft_names,
     read_settings,
 )
@@ -39,6 +38,8 @@ from .questions import Question, load_questions
 from .report import PLOTS, full_report, results
 from .runner import Models
 from .serving import ServerMeasurement
+
+Document = Mapping[str, Any]
 
 PICTURES = (".png", ".svg")
 EXTRA = "pip install 'mlx-eagle[bench]'"
@@ -49,16 +50,14 @@ DEMO_NAMES = {"model": "SmolLM2-135M-Instruct (demo)", "head": "demo head"}
 def run(args: argparse.Namespace) -> None:
     """Check, load, measure, print, write."""
     settings = read_settings(args)
-    check_models(args)
-    check_serving(args, settings)
-    check_picture(args.picture)
+    if args.picture is not None:
+        check_picture(args.picture)
     questions = load_questions(settings.prompts, settings.limit)
     check_questions(settings, questions)
     folder = prepare_folder(args.out)
     prepare_device()
     machine = conditions.machine()  # before the run, which would show in the load of the machine
-    opened = open_servers if settings.clients else open_models
-    measurement = opened(args, questions, settings)
+    measurement = open_measurement(args, questions, settings)
     with counting(measurement.num_runs()) as count:
         found, rows = measurement.run(count)
     document = {
@@ -71,22 +70,19 @@ def run(args: argparse.Namespace) -> None:
     }
     # Before anything is written: what took hours to measure is not lost to a full disk.
     print(results(document), flush=True)
-    images = draw(document, folder, args.picture) if has_matplotlib() else {}
-    write_all(document, rows, full_report(document, images), folder)
-    plots = f", {PLOTS}/" if images else ""
+    has_plots = write_all(document, rows, folder, args.picture)
+    plots = f", {PLOTS}/" if has_plots else ""
     print(f"Written to {folder}: report.md, results.json, results.csv{plots}")
     if args.picture is not None:
         print(f"Picture: {args.picture}")
-    if not images:
+    if not has_plots:
         print(f"Without plots, which need matplotlib: {EXTRA}.")
     if args.json:
         print(json.dumps(brief(document)))
 
 
-def check_picture(file: str | None) -> None:
+def check_picture(file: str) -> None:
     """Raise ValueError if the file of ``--picture`` cannot be drawn."""
-    if file is None:
-        return
     path = Path(file).expanduser()
     if path.suffix not in PICTURES or not path.parent.is_dir():
         raise ValueError(
@@ -118,24 +114,17 @@ def prepare_folder(path: str) -> Path:
     return folder
 
 
-def open_servers(
+def open_measurement(
     args: argparse.Namespace, questions: Sequence[Question], settings: Settings
-) -> ServerMeasurement:
-    """Prepare to measure the server, which loads the models itself."""
-    names = {
-        "model": args.model or DEMO_NAMES["model"],
-        "head": args.draft_model or DEMO_NAMES["head"],
-    }
-    flags = {"--draft-model": args.draft_model, "--draft-window": args.draft_window}
-    print(f"Starting two servers of {names['model']}.", file=sys.stderr)
-    return ServerMeasurement(args.model, flags, names, questions, settings)
-
-
-def open_models(
-    args: argparse.Namespace, questions: Sequence[Question], settings: Settings
-) -> Measurement:
-    """Load the models that the flags name, to measure them."""
-    print(f"Loading {args.model or DEMO_NAMES['model']}.", file=sys.stderr)
+) -> Measurement | ServerMeasurement:
+    """Prepare to measure the server, which loads the models itself, or load them here."""
+    model = args.model or DEMO_NAMES["model"]
+    if settings.clients:
+        names = {"model": model, "head": args.draft_model or DEMO_NAMES["head"]}
+        flags = {"--draft-model": args.draft_model, "--draft-window": args.draft_window}
+        print(f"Starting two servers of {model}.", file=sys.stderr)
+        return ServerMeasurement(args.model, flags, names, questions, settings)
+    print(f"Loading {model}.", file=sys.stderr)
     models, names = load_models(args)
     check_contexts(settings, context_size(models.target))
     return Measurement(models, names, questions, settings)
@@ -193,53 +182,49 @@ def with_short_names(drafters: Mapping[str, Drafter]) -> dict[str, Drafter]:
 @contextmanager
 def counting(total: int) -> Iterator[Callable[[], None]]:
     """Show progress on standard error: each call counts one of ``total`` runs."""
-    if sys.stderr.isatty():
-        with open_bar(total, "bench", "run") as bar:
-            yield lambda: bar.update()
-        return
     start = time.perf_counter()
-    done = 0
+    numbers = itertools.count(1)
+    with open_bar(total, "bench", "run") as bar:  # of which nothing is seen but in a terminal
 
-    def count() -> None:
-        nonlocal done
-        done += 1
-        # The i-th line is due once i in NUM_LINES of the runs are done.
-        if done * NUM_LINES // total > (done - 1) * NUM_LINES // total:
-            seconds = time.perf_counter() - start
-            print(f"bench: {done} of {total} runs, {seconds:.0f} s", file=sys.stderr, flush=True)
+        def count() -> None:
+            bar.update()
+            done = next(numbers)
+            # The i-th line is due once i in NUM_LINES of the runs are done.
+            if bar.disable and done * NUM_LINES // total > (done - 1) * NUM_LINES // total:
+                seconds = time.perf_counter() - start
+                print(f"bench: {done} of {total} runs, {seconds:.0f} s", file=sys.stderr)
 
-    yield count
-
-
-def draw(document: Mapping[str, Any], folder: Path, picture: str | None) -> dict[str, Path]:
-    """Draw the plots, and the picture if it is wanted; the files of the plots by their names."""
-    from . import plots  # here, because matplotlib takes a second, and may be missing
-
-    if picture is not None:
-        plots.draw_picture(document, Path(picture).expanduser())
-    return plots.draw_all(document, folder / PLOTS)
+        yield count
 
 
-def write_all(
-    document: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], text: str, folder: Path
-) -> None:
-    """Write every file except the plots; the CSV has a row per run."""
+def write_all(document: Document, rows: Sequence[Document], folder: Path, picture: Any) -> bool:
+    """Write every file, and the plots if they can be drawn; whether they were.
+
+    The CSV has a row per run, ``picture`` is the file of ``--picture``.
+    """
+    images = {}
+    if has_matplotlib():
+        from . import plots  # here, because matplotlib takes a second, and may be missing
+
+        if picture is not None:
+            plots.draw_picture(document, Path(picture).expanduser())
+        images = plots.draw_all(document, folder / PLOTS)
     (folder / "results.json").write_text(json.dumps(document, indent=1) + "\n")
     with (folder / "results.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
-    (folder / "report.md").write_text(text)
+    (folder / "report.md").write_text(full_report(document, images))
+    return bool(images)
 
 
-def brief(document: Mapping[str, Any]) -> dict[str, Any]:
+def brief(document: Document) -> dict[str, Any]:
     """The document without the figures of single prompts, for ``--json``."""
     scenarios = []
     for scenario in document["scenarios"]:
-        prompts = scenario["prompts"]
-        identical = sum(row["parity"]["identical"] for row in prompts)
+        found = [row["parity"]["identical"] for row in scenario["prompts"]]
         rest = {key: value for key, value in scenario.items() if key != "prompts"}
-        scenarios.append(rest | {"identical": identical, "batch_size": len(prompts)})
+        scenarios.append(rest | {"identical": sum(found), "batch_size": len(found)})
     return {**document, "scenarios": scenarios}
 
 

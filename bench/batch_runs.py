@@ -16,11 +16,11 @@ from mlx_eagle.batch.generate import batch_generate
 from mlx_eagle.decoding.stats import Stats
 
 from .configurations import PLAIN, Configuration
+from .figures import Figure, number, ratio, row_of, times
 from .flags import Settings
-from .parity import compare
+from .parity import compare, count_identical, largest_margin
 from .questions import Question, by_set, prompt_tokens
 from .runner import WARM_UP_TOKENS, Models
-from .summary import ratio
 from .turns import Turns, repeat_turns
 
 
@@ -72,34 +72,52 @@ def run_batch(
     return BatchRun(tokens, seconds, prefill, sum(map(bool, tokens)), stats)
 
 
-def batch_result(
-    models: Models, set_name: str, prompts: list[list[int]], cell: Turns
-) -> dict[str, Any]:
-    """One configuration on one batch, with the parity of every output."""
-    speeds = {}
-    for suffix in ("", "_after_prefill"):
-        plain = median(getattr(run, f"tps{suffix}") for run in cell.plain)
-        drafted = median(getattr(run, f"tps{suffix}") for run in cell.runs)
-        speeds[f"plain_tps{suffix}"] = plain
-        speeds[f"tps{suffix}"] = drafted
-        speeds[f"speedup{suffix}"] = ratio(drafted, plain)
-    first = cell.runs[0]
-    texts = zip(prompts, cell.plain[0].tokens, first.tokens, strict=True)
-    merged = sum((counts for run in cell.runs for counts in run.stats), Stats())
-    last_to_end = max(first.stats, key=lambda counts: len(counts.drafting_events))
-    return {
-        "batch": len(prompts),
-        "set": set_name,
-        "configuration": cell.configuration.label,
-        "output_tokens": sum(map(len, first.tokens)),
-        **speeds,
-        "mean_acceptance_length": merged.mean_acceptance_length,
-        "num_rounds": merged.num_rounds,
-        "num_plain_steps": merged.num_plain_steps,
-        "num_runs": len(cell.runs),
-        "parity": [compare(models.target, prompt, one, other) for prompt, one, other in texts],
-        "drafting_events": [event.what for event in last_to_end.drafting_events],
-    }
+class MeasuredBatch:
+    """Runs of one configuration on one batch, and the parity of every output."""
+
+    def __init__(self, models: Models, set_name: str, prompts: list[list[int]], cell: Turns):
+        self.set_name = set_name
+        self.cell = cell
+        self.first: BatchRun = cell.runs[0]
+        texts = zip(prompts, cell.plain[0].tokens, self.first.tokens, strict=True)
+        self.parity = [compare(models.target, prompt, one, other) for prompt, one, other in texts]
+        self.stats = sum((counts for run in cell.runs for counts in run.stats), Stats())
+        # The last output to end knows of all that became of drafting.
+        last = max(self.first.stats, key=lambda counts: len(counts.drafting_events))
+        self.drafting_events = [event.what for event in last.drafting_events]
+
+    def speed(self, name: str) -> list[float]:
+        """The median speed by a clock of ``BatchRun``: plain, and drafted."""
+        return [median(getattr(run, name) for run in runs) for runs in self.cell.both]
+
+
+def speeds(name: str, plain: str, drafted: str, speedup: str) -> tuple[Figure, ...]:
+    """The figures of one clock of ``BatchRun``: plain and drafted speed, and their ratio."""
+    return (
+        Figure(f"plain_{name}", plain, number, lambda b: b.speed(name)[0]),
+        Figure(name, drafted, number, lambda b: b.speed(name)[1]),
+        Figure(name.replace("tps", "speedup"), speedup, times,
+               lambda b: ratio(*b.speed(name)[::-1])),
+    )  # fmt: skip
+
+
+BATCH = (
+    Figure("batch", "prompts at once", of=lambda b: len(b.parity)),
+    Figure("set", "set", of=lambda b: b.set_name),
+    Figure("configuration", "configuration", of=lambda b: b.cell.configuration.label),
+    Figure("output_tokens", of=lambda b: sum(map(len, b.first.tokens))),
+    *speeds("tps_after_prefill", "plain batch tok/s", "speculative tok/s", "ratio"),
+    *speeds("tps", "whole call: plain", "whole call: speculative", "whole call: ratio"),
+    Figure("mean_acceptance_length", "tau", number, lambda b: b.stats.tau),
+    Figure("num_rounds", of=lambda b: b.stats.num_rounds),
+    Figure("num_plain_steps", of=lambda b: b.stats.num_plain_steps),
+    Figure("num_runs", of=lambda b: len(b.cell.runs)),
+    Figure("parity", "outputs identical", count_identical, lambda b: b.parity),
+    Figure("parity", "largest margin where not", largest_margin),
+    Figure("drafting_events", "drafting events", lambda events: ", ".join(events) or "-",
+           lambda b: b.drafting_events),
+)  # fmt: skip
+"""Figures of a configuration on a batch."""
 
 
 def measure_batches(
@@ -118,5 +136,5 @@ def measure_batches(
         warm_up = partial(run_batch, models, prompts, short)
         run = partial(run_batch, models, prompts, settings.max_tokens)
         repeat_turns(cells, settings, warm_up, run, progress)
-        results += [batch_result(models, name, prompts, cell) for cell in cells]
+        results += [row_of(BATCH, MeasuredBatch(models, name, prompts, cell)) for cell in cells]
     return results

@@ -32,14 +32,13 @@ class Costs:
     @classmethod
     def of(cls, samples: Samples) -> "Costs":
         """Costs from the medians of all samples."""
-        runs = {}
-        builds = {}
-        for part, timings in samples.by_part.items():
-            runs[part] = {size: median(t.run for t in each) for size, each in timings.items()}
-            builds[part] = {size: median(t.build for t in each) for size, each in timings.items()}
-        return cls(
-            runs["verify"], runs["accept"], runs["propose"], builds["verify"], builds["propose"]
-        )
+
+        def medians(part: str, name: str) -> dict[int, float]:
+            timings = samples.by_part[part].items()
+            return {size: median(getattr(t, name) for t in each) for size, each in timings}
+
+        runs = [medians(part, "run") for part in ("verify", "accept", "propose")]
+        return cls(*runs, medians("verify", "build"), medians("propose", "build"))
 
     @property
     def plain_step(self) -> float:

@@ -77,7 +77,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--draft-window", type=int, metavar="N", help=DRAFT_WINDOW_HELP)
     add("--dtype", choices=DTYPES, help=DTYPE_HELP)
     words = f"{', '.join(SETS)}, or JSONL files; repeatable (default: all three sets)."
-    add("--prompts", action="append", metavar="NAME,...", help=words)
+    add("--prompts", action="append", default=[], metavar="NAME,...", help=words)
     words = "Maximum prompts per set, evenly spread over it; 0: all (%(default)s)."
     add("--limit", type=int, default=10, help=words)
     add("--max-tokens", type=int, default=128, help="Maximum tokens per answer (%(default)s).")
@@ -148,41 +148,52 @@ def _name(text: str) -> str:
     return text
 
 
+AUTO_TOO = (AUTO,)
+LISTS: dict[str, tuple[str, Callable[[str], Any], str]] = {
+    "prompts": ("prompts", _name, f"{', '.join(SETS)} or a file"),
+    "sizes": ("num_draft_tokens", partial(_number, low=0, words=AUTO_TOO), "0 or more, or auto"),
+    "copied": ("with_lookup", partial(_number, low=1, words=AUTO_TOO), "1 or more, or auto"),
+    "temps": ("temp", partial(_number, low=0, kind=float), "0 (greedy) or more"),
+    "trees": ("tree", _tree, TREES),
+    "contexts": ("context", partial(_number, low=2), "numbers of tokens above 1"),
+    "batches": ("batch", partial(_number, low=1), "numbers of prompts, 1 or more"),
+    "clients": ("serve", partial(_number, low=1), "numbers of clients, 1 or more"),
+}
+"""Settings that are lists: the flag, how a part of it is read, and the words for it."""
+
+
 def read_settings(args: argparse.Namespace) -> Settings:
     """Read the flags as settings; ValueError, in one sentence, if they make no sense."""
     check_ranges(args, RANGES)
-
-    def listed(name: str, convert: Callable[[str], Value], wanted: str) -> tuple[Value, ...]:
-        given = getattr(args, name)
-        if isinstance(given, list):
-            given = ",".join(given) if given else None
-        return read_list(flag_of(name), given, convert, wanted)
-
-    return Settings(
-        prompts=listed("prompts", _name, f"{', '.join(SETS)} or a file") or SETS,
-        limit=args.limit,
-        max_tokens=args.max_tokens,
-        sizes=listed(
-            "num_draft_tokens", partial(_number, low=0, words=(AUTO,)), "0 or more, or auto"
-        ),
-        copied=listed("with_lookup", partial(_number, low=1, words=(AUTO,)), "1 or more, or auto"),
-        temps=listed("temp", partial(_number, low=0, kind=float), "0 (greedy) or more"),
-        trees=listed("tree", _tree, TREES),
-        contexts=listed("context", partial(_number, low=2), "numbers of tokens above 1")
-        or (None,),
-        repeats=args.repeats,
-        order=args.order,
-        seed=args.seed,
-        batches=listed("batch", partial(_number, low=1), "numbers of prompts, 1 or more"),
-        clients=listed("serve", partial(_number, low=1), "numbers of clients, 1 or more"),
-    )
+    found: dict[str, Any] = {}
+    for name, (flag, convert, wanted) in LISTS.items():
+        given = getattr(args, flag)
+        text = (",".join(given) or None) if isinstance(given, list) else given
+        found[name] = read_list(flag_of(flag), text, convert, wanted)
+    for name in ("limit", "max_tokens", "repeats", "order", "seed"):
+        found[name] = getattr(args, name)
+    settings = Settings(**{name: value for name, value in found.items() if value != ()})
+    check_flags(args, settings)
+    return settings
 
 
-def check_serving(args: argparse.Namespace, settings: Settings) -> None:
-    """Raise ValueError for flags that do not go with ``--serve``."""
+def check_flags(args: argparse.Namespace, settings: Settings) -> None:
+    """Raise ValueError for flags that do not go together."""
+    names = draft_names(args)
+    for name in names:
+        base, copies = split_name(name)
+        if args.with_lookup is not None and (copies or base == LOOKUP):
+            raise ValueError(
+                f"--with-lookup adds copies from the text, which --draft-model {name} makes "
+                "already: leave one of them out."
+            )
+    if args.compare is not None and args.compare[0] != "mlx-lm-draft":
+        raise ValueError(
+            f"--compare is {args.compare[0]!r}: give mlx-lm-draft and an ordinary draft model."
+        )
     if not settings.clients:
         return
-    if len(draft_names(args)) > 1:
+    if len(names) > 1:
         raise ValueError(
             f"--serve measures one draft model, but --draft-model is {args.draft_model}: give one."
         )
@@ -195,21 +206,6 @@ def check_serving(args: argparse.Namespace, settings: Settings) -> None:
         )
     if settings.order == "weave":
         raise ValueError("--order weave does not go with --serve: give abba or mirror.")
-
-
-def check_models(args: argparse.Namespace) -> None:
-    """Raise ValueError for model flags that do not go together."""
-    for name in draft_names(args):
-        base, copies = split_name(name)
-        if args.with_lookup is not None and (copies or base == LOOKUP):
-            raise ValueError(
-                f"--with-lookup adds copies from the text, which --draft-model {name} makes "
-                "already: leave one of them out."
-            )
-    if args.compare is not None and args.compare[0] != "mlx-lm-draft":
-        raise ValueError(
-            f"--compare is {args.compare[0]!r}: give mlx-lm-draft and an ordinary draft model."
-        )
 
 
 def check_questions(settings: Settings, questions: Sequence[Question]) -> None:

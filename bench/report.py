@@ -1,17 +1,27 @@
 """The report on a document of results: sentences, tables and plots in Markdown."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from operator import itemgetter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mlx_eagle.system.device import megabytes
+from mlx_eagle.system.device import load_note, megabytes
 
-from .parity import count_identical, largest_margin, parity_words
+from .batch_runs import BATCH
+from .figures import (
+    Figure,
+    joined,
+    markdown_table,
+    milliseconds,
+    number,
+    number3,
+    table,
+    times,
+)
+from .parity import count_identical, largest_margin
+from .serving import LOADS, WAITS, texts_identical
+from .summary import ACCEPTANCE, COUNTS, PLACE, PROMPT, SIDE_BY_SIDE, SPEED, START
 
 Scenario = Mapping[str, Any]
-Columns = Mapping[str, Callable[[Any], str]]
-"""Columns of a table by their headings: each shows a part of a row."""
 
 PLOTS = "plots"  # folder of the images, beside the report
 
@@ -40,25 +50,7 @@ SETTINGS = {
 """Settings whose names are too short for a reader."""
 
 
-def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A pipe table; each row is one line, and bars inside cells are escaped."""
-
-    def line(cells: Sequence[str]) -> str:
-        shown = (" ".join(cell.split()).replace("|", "\\|") for cell in cells)
-        return f"| {' | '.join(shown)} |"
-
-    return "\n".join([line(header), "|" + "---|" * len(header), *map(line, rows)])
-
-
-def table(columns: Columns, rows: Iterable[Any], heading: str = "") -> str:
-    """A table of rows by its columns, below a heading if there is one; nothing without rows."""
-    cells = [[show(row) for show in columns.values()] for row in rows]
-    return f"{heading}\n\n{markdown_table(list(columns), cells)}".strip() if cells else ""
-
-
-def joined(blocks: Iterable[str]) -> str:
-    """Headings, paragraphs and tables below each other; empty ones are left out."""
-    return "\n\n".join(filter(None, blocks)) + "\n"
+TITLE = "# mlx-eagle benchmark"
 
 
 def folded(words: str, *blocks: str) -> str:
@@ -66,184 +58,67 @@ def folded(words: str, *blocks: str) -> str:
     return f"<details><summary>{words}</summary>\n\n{joined(blocks)}\n</details>"
 
 
-def number(value: float | None, digits: int = 2, unit: str = "") -> str:
-    """A number with ``digits`` after the point; "-" for None."""
-    return "-" if value is None else f"{value:.{digits}f}{unit}"
+# --- tables of what is measured elsewhere, or follows from several rows -------------------------
 
 
-def times(value: float | None) -> str:
-    """A ratio: "1.25x"."""
-    return number(value, unit="x")
-
-
-def milliseconds(seconds: float | None, digits: int = 1) -> str:
-    """Seconds as milliseconds; "-" for None."""
-    return number(None if seconds is None else 1e3 * seconds, digits)
-
-
-def with_spread(spread: Mapping[str, float] | None, middle: float | None = None) -> str:
-    """ "5.10 [4.90-5.30]": the median, or ``middle`` in its place, and the quartiles."""
-    if spread is None:
-        return "-"
-    middle = spread["median"] if middle is None else middle
-    return f"{number(middle)} [{number(spread['q1'])}-{number(spread['q3'])}]"
-
-
-def waiting(name: str, role: str) -> Callable[[Mapping[str, Any]], str]:
-    """Column of a server's waiting times in milliseconds: "50 [70]", the median and the worst."""
-
-    def show(row: Mapping[str, Any]) -> str:
-        found = row[role][name]
-        if found is None:
-            return "-"
-        return f"{milliseconds(found['median'], 0)} [{milliseconds(found['worst'], 0)}]"
-
-    return show
-
-
-def _list(values: Sequence[float]) -> str:
-    return " ".join(f"{value:.2f}" for value in values) or "-"
-
-
-def _rows_per_pass(prompts: Sequence[Mapping[str, Any]]) -> str:
+def rows_per_pass(stats: Sequence[Mapping[str, Any]]) -> str:
     """Rows of the mean verify pass: the root and its drafts, which on a GPU decide the kernels."""
-    rounds = sum(row["stats"]["num_rounds"] for row in prompts)
-    drafted = sum(row["stats"]["num_drafted"] for row in prompts)
+    rounds = sum(counts["num_rounds"] for counts in stats)
+    drafted = sum(counts["num_drafted"] for counts in stats)
     return f"{1 + drafted / rounds:.1f}" if rounds else "1"
 
 
-def _part(name: str) -> Callable[[Mapping[str, Any]], str]:
-    """Column of a part of the median round: milliseconds, and its share."""
+PARITY = (
+    Figure("label", "configuration"),
+    Figure("parity", "outputs identical to plain", count_identical),
+    Figure("stats", "rows per pass", rows_per_pass),
+    Figure("parity", "largest margin where not", largest_margin),
+    Figure("repeatable", "same output in all repeats", lambda r: f"{sum(r)} of {len(r)}"),
+)
+COST = (
+    Figure("rows", "rows R"),
+    Figure("verify_seconds", "T(R) ms", milliseconds),
+    Figure("verify_cost", "c(R)", number3),
+    Figure("verify_build_seconds", "graph building ms", milliseconds),
+    Figure("accept_seconds", "accept pass ms", milliseconds),
+    Figure("host_seconds", "host wait ms", milliseconds),
+    Figure("overhead", "overhead (plain steps)", number3),
+)
 
-    def show(split: Mapping[str, Any]) -> str:
+
+def part(name: str, heading: str) -> Figure:
+    """A part of the median round: milliseconds, and its share."""
+
+    def show(split: Mapping[str, float]) -> str:
         return f"{milliseconds(split[name])} ({split[name] / split['round']:.0%})"
 
-    return show
+    return Figure("", heading, show)
 
 
-# --- tables -------------------------------------------------------------------------------------
+SPLIT = (
+    Figure("label", "configuration"),
+    Figure("round", "round ms", milliseconds),
+    part("verify", "verify"),
+    part("draft", "draft"),
+    part("accept", "accept"),
+    part("host", "host and the rest"),
+)
 
-PLACE: Columns = {"set": itemgetter("set"), "configuration": itemgetter("configuration")}
-SPEED: Columns = PLACE | {
-    "plain tok/s": lambda f: with_spread(f["plain_tps_spread"], f["plain_tps"]),
-    "speculative tok/s": lambda f: with_spread(f["tps_spread"], f["tps"]),
-    "ratio": lambda f: times(f["speedup"]),
-    "ratio by prompt": lambda f: with_spread(f["speedup_by_prompt"]),
-    "worst prompt": lambda f: times((f["speedup_by_prompt"] or {}).get("min")),
-    "runs": lambda f: str(f["num_runs"]),
-}
-START: Columns = PLACE | {
-    "TTFT plain ms": lambda f: milliseconds(f["plain_ttft"]["median"], 0),
-    "TTFT ms": lambda f: milliseconds(f["ttft"]["median"], 0),
-    "peak plain": lambda f: megabytes(f["plain_peak_bytes"]),
-    "peak": lambda f: megabytes(f["peak_bytes"]),
-}
-ACCEPTANCE: Columns = PLACE | {
-    "mean acceptance length (tau)": lambda f: number(f["mean_acceptance_length"]),
-    "acceptance": lambda f: number(f["acceptance_rate"]),
-    "by position": lambda f: _list(f["acceptance_by_position"]),
-}
-COUNTS: Columns = PLACE | {
-    "accepted lengths": lambda f: (
-        " ".join(f"{n}:{c}" for n, c in enumerate(f["accepted_histogram"])) or "-"
-    ),
-    "cumulative acceptance by position": lambda f: _list(f["cumulative_acceptance_by_position"]),
-    "target forwards/token": lambda f: number(f["target_forwards_per_token"], 3),
-    "head forwards/round": lambda f: number(f["head_forwards_per_round"]),
-    "evals/round": lambda f: number(f["evals_per_round"]),
-}
-COST: Columns = {
-    "rows R": lambda row: str(row["rows"]),
-    "T(R) ms": lambda row: milliseconds(row["verify_seconds"]),
-    "c(R)": lambda row: number(row["verify_cost"], 3),
-    "graph building ms": lambda row: milliseconds(row["verify_build_seconds"]),
-    "accept pass ms": lambda row: milliseconds(row["accept_seconds"]),
-    "host wait ms": lambda row: milliseconds(row["host_seconds"]),
-    "overhead (plain steps)": lambda row: number(row["overhead"], 3),
-}
-SPLIT: Columns = {
-    "configuration": itemgetter("label"),
-    "round ms": lambda split: milliseconds(split["round"]),
-    "verify": _part("verify"),
-    "draft": _part("draft"),
-    "accept": _part("accept"),
-    "host and the rest": _part("host"),
-}
-PREDICTION: Columns = PLACE | {
-    "tau": lambda f: number(f["prediction"]["mean_acceptance_length"]),
-    "predicted": lambda f: times(f["prediction"]["predicted"]),
-    "measured": lambda f: times(f["prediction"]["measured"]),
-    "predicted/measured - 1": lambda f: (
-        "-" if f["prediction"]["error"] is None else f"{f['prediction']['error']:+.1%}"
-    ),
-    "bound": lambda f: times(f["prediction"]["bound"]),
-    "fraction of bound reached": lambda f: number(f["prediction"]["fraction_of_bound"]),
-}
-SIDE_BY_SIDE: Columns = {
-    "draft model": itemgetter("drafter"),
-    "fastest with": lambda row: row["configuration"].removeprefix(f"{row['drafter']}, "),
-    "tok/s": lambda row: number(row["tps"]),
-    "ratio": lambda row: times(row["speedup"]),
-    "worst prompt": lambda row: times(row["speedup_of_worst_prompt"]),
-    "tau": lambda row: number(row["mean_acceptance_length"]),
-    "weights": lambda row: megabytes(row["weight_bytes"]) if row["weight_bytes"] else "none",
-    "peak memory": lambda row: megabytes(row["peak_bytes"]),
-    "outputs identical": lambda row: f"{row['identical']} of {row['num_prompts']}",
-}
-PARITY: Columns = {
-    "configuration": itemgetter("label"),
-    "outputs identical to plain": lambda row: count_identical(row["parity"]),
-    "rows per pass": lambda row: _rows_per_pass(row["prompts"]),
-    "largest margin where not": lambda row: largest_margin(row["parity"]),
-    "same output in all repeats": lambda row: (
-        f"{sum(prompt['repeatable'] for prompt in row['prompts'])} of {len(row['prompts'])}"
-    ),
-}
-PROMPT: Columns = {
-    "prompt": lambda row: f"{row['set']}/{row['id']}",
-    "configuration": itemgetter("configuration"),
-    "prompt tokens": lambda row: str(row["prompt_tokens"]),
-    "output tokens": lambda row: str(row["output_tokens"]),
-    "plain tok/s": lambda row: number(row["plain_tps"]),
-    "speculative tok/s": lambda row: number(row["tps"]),
-    "ratio": lambda row: times(row["speedup"]),
-    "tau": lambda row: number(row["mean_acceptance_length"]),
-    "parity": lambda row: parity_words(row["parity"]),
-}
-BATCH: Columns = {
-    "prompts at once": lambda row: str(row["batch"]),
-    **PLACE,
-    "plain batch tok/s": lambda row: number(row["plain_tps_after_prefill"]),
-    "speculative tok/s": lambda row: number(row["tps_after_prefill"]),
-    "ratio": lambda row: times(row["speedup_after_prefill"]),
-    "whole call: plain": lambda row: number(row["plain_tps"]),
-    "whole call: speculative": lambda row: number(row["tps"]),
-    "whole call: ratio": lambda row: times(row["speedup"]),
-    "tau": lambda row: number(row["mean_acceptance_length"]),
-    "outputs identical": lambda row: count_identical(row["parity"]),
-    "largest margin where not": lambda row: largest_margin(row["parity"]),
-    "drafting events": lambda row: ", ".join(row["drafting_events"]) or "-",
-}
-CLIENTS: Columns = {
-    "clients": lambda row: str(row["clients"]),
-    "configuration": itemgetter("configuration"),
-}
-LOADS: Columns = CLIENTS | {
-    "mlx_lm.server tok/s": lambda row: number(row["plain"]["tps"]),
-    "mlx_eagle.server tok/s": lambda row: number(row["speculative"]["tps"]),
-    "ratio": lambda row: times(row["speedup"]),
-    "tau": lambda row: number(row["mean_acceptance_length"]),
-    "texts identical": lambda row: f"{num_same(row)} of {row['num_prompts']}",
-    "loads": lambda row: str(row["num_runs"]),
-}
-WAITS: Columns = CLIENTS | {
-    "time per token ms: plain": waiting("seconds_per_token", "plain"),
-    "time per token ms: drafted": waiting("seconds_per_token", "speculative"),
-    "longest pause ms: plain": waiting("longest_pause", "plain"),
-    "longest pause ms: drafted": waiting("longest_pause", "speculative"),
-    "TTFT ms: plain": waiting("ttft", "plain"),
-    "TTFT ms: drafted": waiting("ttft", "speculative"),
-}
+
+def predicted(name: str, heading: str, show: Callable[[Any], str] = times) -> Figure:
+    """A figure of ``Costs.predict``."""
+    return Figure("prediction", heading, lambda found: show(found[name]))
+
+
+PREDICTION = (
+    *PLACE,
+    predicted("mean_acceptance_length", "tau", number),
+    predicted("predicted", "predicted"),
+    predicted("measured", "measured"),
+    predicted("error", "predicted/measured - 1", lambda e: "-" if e is None else f"{e:+.1%}"),
+    predicted("bound", "bound"),
+    predicted("fraction_of_bound", "fraction of bound reached", number),
+)
 
 
 def figures(scenario: Scenario) -> list[Mapping[str, Any]]:
@@ -261,7 +136,8 @@ def with_prompts(scenario: Scenario) -> Iterator[dict[str, Any]]:
     for configuration in scenario["configurations"]:
         label = configuration["label"]
         own = [row for row in scenario["prompts"] if row["configuration"] == label]
-        yield {**configuration, "prompts": own, "parity": [row["parity"] for row in own]}
+        lists = {name: [row[name] for row in own] for name in ("parity", "repeatable", "stats")}
+        yield {**configuration, **lists}
 
 
 def suffixed(parts: Sequence[Any], word: str = "") -> list[tuple[str, Any]]:
@@ -282,12 +158,10 @@ def views(scenario: Scenario) -> list[tuple[str, Scenario]]:
 def cost_rows(costs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Costs by rows R; host and overhead are those of a round with k = R - 1 drafts."""
     for rows in costs["verify_seconds"]:
-        row = {"rows": rows}
+        row = {name: costs[name].get(rows - 1) for name in ("host_seconds", "overhead")}
         for name in ("verify_seconds", "verify_cost", "verify_build_seconds", "accept_seconds"):
             row[name] = costs[name].get(rows)
-        for name in ("host_seconds", "overhead"):
-            row[name] = costs[name].get(rows - 1)
-        yield row
+        yield row | {"rows": rows}
 
 
 def condition_rows(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -311,17 +185,12 @@ def condition_rows(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield SETTINGS.get(name, name.replace("_", " ")), str(value)
 
 
-def num_same(row: Mapping[str, Any]) -> int:
-    """Number of texts that are the same from both servers."""
-    return row["num_prompts"] - len(row["differing"])
-
-
 # --- the report ---------------------------------------------------------------------------------
 
 
 def results(document: Mapping[str, Any]) -> str:
     """The part that is printed: a sentence per configuration, speed, acceptance, parity."""
-    blocks = ["# mlx-eagle benchmark"]
+    blocks = [TITLE, load_note(document["conditions"]["load_average"])]
     for scenario in document["scenarios"]:
         rows = figures(scenario)
         blocks += [f"## Results: {scenario_name(scenario)}", *headlines(scenario)]
@@ -334,7 +203,7 @@ def results(document: Mapping[str, Any]) -> str:
 def full_report(document: Mapping[str, Any], images: Mapping[str, Path]) -> str:
     """The whole report, results first; ``images`` are the plots that were drawn, by name."""
     scenarios = document["scenarios"]
-    blocks = ["# mlx-eagle benchmark"]
+    blocks = [TITLE, load_note(document["conditions"]["load_average"])]
     for scenario in scenarios:
         blocks += headlines(scenario)
     for suffix, scenario in suffixed(scenarios):
@@ -443,8 +312,7 @@ def other_blocks(document: Mapping[str, Any]) -> Iterator[str]:
         yield (
             f"{clients}, {row['configuration']}: {times(row['speedup'])} the tokens per second of "
             "mlx_lm.server, mean acceptance length (tau) "
-            f"{number(row['mean_acceptance_length'])}; {num_same(row)} of {row['num_prompts']} "
-            "texts identical."
+            f"{number(row['mean_acceptance_length'])}; {texts_identical(row)} texts identical."
         )
     yield table(LOADS, rows)
     yield table(WAITS, rows)

@@ -172,14 +172,9 @@ class Take:
             # The time in the statistics includes the turns of the other generations.
             per_token = self._clock.seconds / max(1, self._clock.num_tokens)
             stats.generation_time = per_token * stats.num_emitted
-        return Run(
-            self._tokens,
-            self._clock.num_tokens,
-            self._clock.seconds,
-            self._ttft,
-            bytes_before + self._peak_bytes,
-            stats,
-        )
+        peak = bytes_before + self._peak_bytes
+        clock = self._clock
+        return Run(self._tokens, clock.num_tokens, clock.seconds, self._ttft, peak, stats)
 
 
 def run_once(

@@ -82,20 +82,15 @@ def running(commands: Mapping[str, Sequence[str]]) -> Iterator[dict[str, Server]
             before = signal.signal(number, signal.default_int_handler)
             stack.callback(signal.signal, number, before)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mlx-eagle-")))
-        ports = free_ports(len(commands))
+        with ExitStack() as probing:  # all at once, so that no port is found twice
+            probes = [probing.enter_context(socket.create_server((HOST, 0))) for _ in commands]
+            ports = [probe.getsockname()[1] for probe in probes]
         servers = {
             name: stack.enter_context(started(name, command, port, folder / f"{port}.log"))
             for (name, command), port in zip(commands.items(), ports, strict=True)
         }
         wait_until_they_answer(servers.values())
         yield servers
-
-
-def free_ports(count: int) -> list[int]:
-    """Free ports of this machine."""
-    with ExitStack() as stack:
-        probes = [stack.enter_context(socket.create_server((HOST, 0))) for _ in range(count)]
-        return [probe.getsockname()[1] for probe in probes]
 
 
 @contextmanager
@@ -127,14 +122,12 @@ def started(name: str, command: Sequence[str], port: int, log: Path) -> Iterator
 def wait_until_they_answer(servers: Collection[Server]) -> None:
     """Wait for all servers; ValueError if one has ended or takes too long."""
     end = time.monotonic() + START_LIMIT
-    left = list(servers)
-    while left:
-        time.sleep(POLL)
+    while left := [server for server in servers if not server.answers()]:
         for server in servers:
             server.check()
         if time.monotonic() > end:
             raise left[0].failed(f"did not answer within {START_LIMIT:.0f} s")
-        left = [server for server in left if not server.answers()]
+        time.sleep(POLL)
 
 
 # --- clients: several at once, who send prompts and note when each piece arrives -----------------

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx_lm.utils import save_model
@@ -18,11 +18,11 @@ from mlx_lm.utils import save_model
 from mlx_eagle.demo.pair import CONFIG, FILES, WEIGHTS, demo_target_path, load_demo
 
 from .configurations import PLAIN, Configuration, make_configurations
+from .figures import Figure, median_ratio, milliseconds, number, ratio, row_of, times
 from .flags import Settings
 from .questions import Question
 from .runner import WARM_UP_TOKENS
 from .servers import Answer, Load, Server, chat_body, run_load, running
-from .summary import median_ratio, ratio
 from .turns import Turns, num_steps, repeat_turns
 
 PLAIN_SERVER = "mlx_lm.server"
@@ -74,8 +74,9 @@ class ServerMeasurement:
                 run = partial(load, servers, num_clients, self.questions, settings.max_tokens)
                 repeat_turns(cells, settings, warm_up, run, progress)
                 for cell in cells:
-                    results.append(serving_result(num_clients, cell, self.questions))
-                    rows += answer_rows(num_clients, cell, self.questions)
+                    loads = Loads(num_clients, cell, self.questions)
+                    results.append(row_of(LOADS, loads))
+                    rows += answer_rows(loads)
         return {"conditions": self.names, "serving": results}, rows
 
 
@@ -148,32 +149,19 @@ def request_fields(configuration: Configuration) -> dict[str, Any]:
     return configuration.options
 
 
-def serving_result(num_clients: int, cell: Turns, questions: Sequence[Question]) -> dict[str, Any]:
-    """One configuration with ``num_clients``, and mlx-lm's server under the same load."""
-    pairs = zip(questions, cell.plain[0].answers, cell.runs[0].answers, strict=True)
-    return {
-        "clients": num_clients,
-        "configuration": cell.configuration.label,
-        "num_prompts": len(questions),
-        "num_runs": len(cell.runs),
-        "plain": load_figures(cell.plain),
-        "speculative": load_figures(cell.runs),
-        "speedup": median_ratio(cell.plain, cell.runs),
-        "mean_acceptance_length": acceptance_length(answers_of(cell.runs)),
-        "differing": [q.name for q, plain, ours in pairs if plain.text != ours.text],
-    }
+class Loads(NamedTuple):
+    """Loads of one configuration by ``num_clients``, and mlx-lm's server under the same."""
 
+    num_clients: int
+    cell: Turns
+    questions: Sequence[Question]
 
-def load_figures(loads: Sequence[Load]) -> dict[str, Any]:
-    """Speed of the median load, and the waiting times of all clients in seconds."""
-    answers = answers_of(loads)
-    return {
-        "tps": median(load.tps for load in loads),
-        "output_tokens": sum(answer.num_tokens for answer in loads[0].answers),
-        "seconds_per_token": typical_and_worst(answer.seconds_per_token for answer in answers),
-        "longest_pause": typical_and_worst(answer.longest_pause for answer in answers),
-        "ttft": typical_and_worst(answer.ttft for answer in answers),
-    }
+    def differing(self) -> list[str]:
+        """Names of the questions whose answers differ between the servers."""
+        texts = ([answer.text for answer in runs[0].answers] for runs in self.cell.both)
+        return [
+            q.name for q, one, other in zip(self.questions, *texts, strict=True) if one != other
+        ]
 
 
 def answers_of(loads: Iterable[Load]) -> list[Answer]:
@@ -196,25 +184,82 @@ def acceptance_length(answers: Iterable[Answer]) -> float | None:
     return ratio(num_tokens, sum((answer.num_tokens - 1) / answer.tau for answer in known))
 
 
-def answer_rows(
-    num_clients: int, cell: Turns, questions: Sequence[Question]
-) -> list[dict[str, Any]]:
+WAITING = {"seconds_per_token": "time per token", "longest_pause": "longest pause", "ttft": "TTFT"}
+
+
+def load_figures(loads: Sequence[Load]) -> dict[str, Any]:
+    """Speed of the median load, and the waiting times of all clients in seconds."""
+    answers = answers_of(loads)
+    waits = {w: typical_and_worst(getattr(answer, w) for answer in answers) for w in WAITING}
+    return {
+        "tps": median(load.tps for load in loads),
+        "output_tokens": sum(answer.num_tokens for answer in loads[0].answers),
+        **waits,
+    }
+
+
+def waiting(name: str, role: str, heading: str) -> Figure:
+    """Waiting times in milliseconds: "50 [70]", the median and the worst."""
+
+    def show(figures: Mapping[str, Any]) -> str:
+        found = figures[name]
+        if found is None:
+            return "-"
+        return f"{milliseconds(found['median'], 0)} [{milliseconds(found['worst'], 0)}]"
+
+    return Figure(role, heading, show)
+
+
+def texts_identical(row: Mapping[str, Any]) -> str:
+    """Number of texts that are the same from both servers: "3 of 4"."""
+    return f"{row['num_prompts'] - len(row['differing'])} of {row['num_prompts']}"
+
+
+CLIENTS = (
+    Figure("clients", "clients", of=lambda loads: loads.num_clients),
+    Figure("configuration", "configuration", of=lambda loads: loads.cell.configuration.label),
+)
+LOADS = (
+    *CLIENTS,
+    Figure("num_prompts", of=lambda loads: len(loads.questions)),
+    Figure("plain", "mlx_lm.server tok/s", lambda figures: number(figures["tps"]),
+           lambda loads: load_figures(loads.cell.plain)),
+    Figure("speculative", "mlx_eagle.server tok/s", lambda figures: number(figures["tps"]),
+           lambda loads: load_figures(loads.cell.runs)),
+    Figure("speedup", "ratio", times,
+           lambda loads: median_ratio(loads.cell.plain, loads.cell.runs)),
+    Figure("mean_acceptance_length", "tau", number, 
+           lambda loads: acceptance_length(answers_of(loads.cell.runs))),
+    Figure("differing", of=lambda loads: loads.differing()),
+    Figure("", "texts identical", texts_identical),
+    Figure("num_runs", "loads", of=lambda loads: len(loads.cell.runs)),
+)  # fmt: skip
+"""Figures of a configuration with so many clients."""
+WAITS = (
+    *CLIENTS,
+    *(
+        waiting(name, role, f"{words} ms: {short}")
+        for name, words in WAITING.items()
+        for role, short in (("plain", "plain"), ("speculative", "drafted"))
+    ),
+)
+ANSWER = (
+    Figure("output_tokens", of=lambda answer: answer.num_tokens),
+    Figure("ttft", of=lambda answer: answer.ttft),
+    Figure("seconds", of=lambda answer: answer.ended),
+    Figure("seconds_per_token", of=lambda answer: answer.seconds_per_token),
+    Figure("longest_pause", of=lambda answer: answer.longest_pause),
+    Figure("mean_acceptance_length", of=lambda answer: answer.tau),
+)
+"""Figures of one answer, for the CSV."""
+
+
+def answer_rows(loads: Loads) -> list[dict[str, Any]]:
     """A row per answer, for the CSV."""
     return [
-        {
-            "clients": num_clients,
-            "configuration": cell.configuration.label,
-            "role": role,
-            "run": number,
-            "set": question.set_name,
-            "id": question.id,
-            "output_tokens": answer.num_tokens,
-            "ttft": answer.ttft,
-            "seconds": answer.ended,
-            "seconds_per_token": answer.seconds_per_token,
-            "longest_pause": answer.longest_pause,
-            "mean_acceptance_length": answer.tau,
-        }
-        for role, number, load in cell.numbered()
-        for question, answer in zip(questions, load.answers, strict=True)
+        row_of(CLIENTS, loads)
+        | {"role": role, "run": count, "set": question.set_name, "id": question.id}
+        | row_of(ANSWER, answer)
+        for role, count, load in loads.cell.numbered()
+        for question, answer in zip(loads.questions, load.answers, strict=True)
     ]

@@ -1,4 +1,4 @@
-"""Summary of runs as plain data: speeds and their spread, acceptance, counts, one row per run."""
+"""Summary of runs of single prompts as plain data: figures by prompt set and by prompt."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
@@ -6,61 +6,39 @@ from statistics import median
 from typing import Any
 
 import mlx.nn as nn
-import numpy as np
 from mlx.utils import tree_flatten
 
 from mlx_eagle.decoding.stats import Stats
+from mlx_eagle.system.device import megabytes
 
 from .configurations import Configuration
 from .costs import Costs
-from .parity import compare
+from .figures import (
+    Figure,
+    median_ratio,
+    milliseconds,
+    number,
+    number3,
+    numbers,
+    ratio,
+    row_of,
+    spread_of,
+    times,
+    with_spread,
+)
+from .parity import compare, parity_words
 from .questions import by_set, typical_context
-from .runner import Models
+from .runner import Models, Run
 from .turns import Cell
 
-COUNTS = (
-    "mean_acceptance_length",
-    "acceptance_rate",
-    "acceptance_by_position",
-    "cumulative_acceptance_by_position",
-    "accepted_histogram",
-    "num_rounds",
-    "num_plain_steps",
-)
-"""Figures of ``Stats`` that each configuration shows."""
 
-
-def spread_of(values: Iterable[float | None]) -> dict[str, float] | None:
-    """Median, quartiles and extremes of the values that are not None; None without any."""
-    present = [value for value in values if value is not None]
-    if not present:
-        return None
-    found = np.percentile(present, [50, 25, 75, 0, 100]).tolist()
-    return dict(zip(("median", "q1", "q3", "min", "max"), found, strict=True), n=len(present))
-
-
-def ratio(part: float | None, whole: float | None) -> float | None:
-    """``part`` over ``whole``; None if either is missing or ``whole`` is 0."""
-    return part / whole if part is not None and whole else None
-
-
-def median_seconds(runs: Sequence[Any]) -> float | None:
+def median_seconds(runs: Sequence[Run]) -> float | None:
     """Seconds per token after the first, in the median run; None if nothing was timed."""
     rates = [run.seconds / run.num_timed for run in runs if run.tps is not None]
     return median(rates) if rates else None
 
 
-def median_ratio(plain: Sequence[Any], runs: Sequence[Any]) -> float | None:
-    """Speedup in the median pair of neighbouring runs, one plain and one not.
-
-    Both runs of a pair meet the same moments of the machine; medians of each kind would compare
-    different moments.
-    """
-    pairs = [(p, r) for p, r in zip(plain, runs, strict=True) if p.tps and r.tps]
-    return median(run.tps / base.tps for base, run in pairs) if pairs else None
-
-
-def total_tps(run_lists: Sequence[Sequence[Any]]) -> float | None:
+def total_tps(run_lists: Iterable[Sequence[Run]]) -> float | None:
     """Tokens per second over several prompts: all tokens over the sum of median times."""
     num_tokens = 0.0
     seconds = 0.0
@@ -73,59 +51,130 @@ def total_tps(run_lists: Sequence[Sequence[Any]]) -> float | None:
     return ratio(num_tokens, seconds)
 
 
-def names_of(cell: Cell) -> dict[str, str]:
-    """Prompt and configuration of a cell."""
-    return {
-        "set": cell.set_name,
-        "id": cell.question.id,
-        "drafter": cell.configuration.drafter,
-        "configuration": cell.configuration.label,
-    }
+class CellGroup:
+    """Cells of one configuration: all of a set, or all there are."""
+
+    def __init__(self, cells: Sequence[Cell]):
+        self.cells = cells
+        self.plain = [run for cell in cells for run in cell.plain]
+        self.runs = [run for cell in cells for run in cell.runs]
+        self.stats = sum((run.stats for run in self.runs), Stats())
+        self.plain_tps = total_tps(cell.plain for cell in cells)
+        self.tps = total_tps(cell.runs for cell in cells)
+        self.speedups = spread_of(median_ratio(cell.plain, cell.runs) for cell in cells)
+        timed = [r for r in self.runs if r.tps is not None and r.stats.num_target_forwards]
+        rounds = [run.seconds / run.stats.num_target_forwards for run in timed]
+        self.round_seconds = median(rounds) if rounds else None
 
 
-def cell_summary(cell: Cell) -> dict[str, Any]:
-    """One configuration on one prompt."""
-    stats = sum((run.stats for run in cell.runs), Stats())
-    return names_of(cell) | {
-        "prompt_tokens": len(cell.prompt),
-        "output_tokens": len(cell.runs[0].tokens),
-        "plain_tps": total_tps([cell.plain]),
-        "tps": total_tps([cell.runs]),
-        "speedup": median_ratio(cell.plain, cell.runs),
-        "mean_acceptance_length": stats.mean_acceptance_length,
-        "repeatable": all(run.tokens == cell.runs[0].tokens for run in cell.runs),
-    }
+def counted(name: str, heading: str = "", show: Any = str) -> Figure:
+    """A figure of ``Stats``, over all runs of a group."""
+    return Figure(name, heading, show, lambda g: getattr(g.stats, name))
 
 
-def configuration_summary(cells: Sequence[Cell]) -> dict[str, Any]:
-    """One configuration over all prompts of a set, or over all prompts."""
-    plain_runs = [run for cell in cells for run in cell.plain]
-    runs = [run for cell in cells for run in cell.runs]
-    plain_tps = total_tps([cell.plain for cell in cells])
-    tps = total_tps([cell.runs for cell in cells])
-    stats = sum((run.stats for run in runs), Stats())
-    forwards = stats.num_target_forwards
-    timed = [run for run in runs if run.tps is not None and run.stats.num_target_forwards]
-    rounds = [run.seconds / run.stats.num_target_forwards for run in timed]
-    figures = {
-        "num_prompts": len(cells),
-        "num_runs": len(runs),
-        "output_tokens": sum(len(cell.runs[0].tokens) for cell in cells),
-        "plain_tps": plain_tps,
-        "tps": tps,
-        "speedup": ratio(tps, plain_tps),
-        "speedup_by_prompt": spread_of(median_ratio(c.plain, c.runs) for c in cells),
-        **{name: getattr(stats, name) for name in COUNTS},
-        "target_forwards_per_token": ratio(forwards, stats.num_emitted),
-        "head_forwards_per_round": ratio(stats.num_head_forwards, stats.num_rounds) or 0.0,
-        "evals_per_round": ratio(stats.num_evals, forwards),
-        "round_seconds": median(rounds) if rounds else None,
-    }
-    for prefix, own in (("plain_", plain_runs), ("", runs)):
-        figures[f"{prefix}tps_spread"] = spread_of(run.tps for run in own)
-        figures[f"{prefix}ttft"] = spread_of(run.ttft for run in own)
-        figures[f"{prefix}peak_bytes"] = max(run.peak_bytes for run in own)
-    return figures
+def middle(spread: Mapping[str, float]) -> str:
+    """The median in whole milliseconds."""
+    return milliseconds(spread["median"], 0)
+
+
+def histogram_words(histogram: Sequence[int]) -> str:
+    """Rounds by the number of drafts that they kept: "0:3 1:5"."""
+    return " ".join(f"{kept}:{count}" for kept, count in enumerate(histogram)) or "-"
+
+
+PLACE = (Figure("set", "set"), Figure("configuration", "configuration"))
+SPEED = (
+    *PLACE,
+    Figure("num_prompts", of=lambda g: len(g.cells)),
+    Figure("output_tokens", of=lambda g: sum(len(cell.runs[0].tokens) for cell in g.cells)),
+    Figure("plain_tps", of=lambda g: g.plain_tps),
+    Figure("tps", of=lambda g: g.tps),
+    Figure("plain_tps_spread", of=lambda g: spread_of(run.tps for run in g.plain)),
+    Figure("tps_spread", of=lambda g: spread_of(run.tps for run in g.runs)),
+    Figure("round_seconds", of=lambda g: g.round_seconds),
+    Figure("", "plain tok/s", lambda row: with_spread(row["plain_tps_spread"], row["plain_tps"])),
+    Figure("", "speculative tok/s", lambda row: with_spread(row["tps_spread"], row["tps"])),
+    Figure("speedup", "ratio", times, lambda g: ratio(g.tps, g.plain_tps)),
+    Figure("speedup_by_prompt", "ratio by prompt", with_spread, lambda g: g.speedups),
+    Figure("speedup_by_prompt", "worst prompt", lambda found: times((found or {}).get("min"))),
+    Figure("num_runs", "runs", of=lambda g: len(g.runs)),
+)
+START = (
+    *PLACE,
+    Figure("plain_ttft", "TTFT plain ms", middle, lambda g: spread_of(r.ttft for r in g.plain)),
+    Figure("ttft", "TTFT ms", middle, lambda g: spread_of(run.ttft for run in g.runs)),
+    Figure(
+        "plain_peak_bytes", "peak plain", megabytes, lambda g: max(r.peak_bytes for r in g.plain)
+    ),
+    Figure("peak_bytes", "peak", megabytes, lambda g: max(run.peak_bytes for run in g.runs)),
+)
+ACCEPTANCE = (
+    *PLACE,
+    counted("mean_acceptance_length", "mean acceptance length (tau)", number),
+    counted("acceptance_rate", "acceptance", number),
+    counted("acceptance_by_position", "by position", numbers),
+)
+COUNTS = (
+    *PLACE,
+    counted("num_rounds"),
+    counted("num_plain_steps"),
+    counted("accepted_histogram", "accepted lengths", histogram_words),
+    counted(
+        "cumulative_acceptance_by_position", "cumulative acceptance by position", numbers
+    ),
+    Figure("target_forwards_per_token", "target forwards/token", number3,
+           lambda g: ratio(g.stats.num_target_forwards, g.stats.num_emitted)),
+    Figure("head_forwards_per_round", "head forwards/round", number,
+           lambda g: ratio(g.stats.num_head_forwards, g.stats.num_rounds) or 0.0),
+    Figure("evals_per_round", "evals/round", number,
+           lambda g: ratio(g.stats.num_evals, g.stats.num_target_forwards)),
+)  # fmt: skip
+GROUP = (*SPEED, *START, *ACCEPTANCE, *COUNTS)
+"""Figures of a configuration over a set of prompts, or over all of them."""
+
+NAMES = (
+    Figure("set", of=lambda cell: cell.set_name),
+    Figure("id", of=lambda cell: cell.question.id),
+    Figure("drafter", of=lambda cell: cell.configuration.drafter),
+    Figure("", "prompt", lambda row: f"{row['set']}/{row['id']}"),
+    Figure("configuration", "configuration", of=lambda cell: cell.configuration.label),
+)
+PROMPT = (
+    *NAMES,
+    Figure("prompt_tokens", "prompt tokens", of=lambda cell: len(cell.prompt)),
+    Figure("output_tokens", "output tokens", of=lambda cell: len(cell.runs[0].tokens)),
+    Figure("plain_tps", "plain tok/s", number, lambda cell: total_tps([cell.plain])),
+    Figure("tps", "speculative tok/s", number, lambda cell: total_tps([cell.runs])),
+    Figure("speedup", "ratio", times, lambda cell: median_ratio(cell.plain, cell.runs)),
+    Figure("mean_acceptance_length", "tau", number, lambda cell: CellGroup([cell]).stats.tau),
+    Figure("repeatable", of=lambda cell: all(r.tokens == cell.runs[0].tokens for r in cell.runs)),
+    Figure("stats", of=lambda cell: cell.runs[0].stats.to_dict()),
+    Figure("parity", "parity", parity_words),  # which needs the target
+)
+"""Figures of a configuration on one prompt."""
+
+RUN = (
+    Figure("output_tokens", of=lambda run: len(run.tokens)),
+    Figure("timed_tokens", of=lambda run: run.num_timed),
+    Figure("seconds", of=lambda run: run.seconds),
+    Figure("tokens_per_second", of=lambda run: run.tps),
+    Figure("ttft", of=lambda run: run.ttft),
+    Figure("peak_bytes", of=lambda run: run.peak_bytes),
+    Figure("mean_acceptance_length", of=lambda run: run.stats and run.stats.tau),
+)
+"""Figures of one generation, for the CSV."""
+
+
+def run_rows(cells: Sequence[Cell], scenario: dict[str, Any]) -> list[dict[str, Any]]:
+    """A row per run, for the CSV; ``scenario`` has context and temperature."""
+    return [
+        scenario
+        | row_of(NAMES, cell)
+        | {"role": role, "run": number, "prompt_tokens": len(cell.prompt)}
+        | row_of(RUN, run)
+        for cell in cells
+        for role, number, run in cell.numbered()
+    ]
 
 
 def configuration_result(
@@ -135,7 +184,7 @@ def configuration_result(
     size = configuration.size
     figures = {}
     for name, group in {"overall": cells, **by_set(cells)}.items():
-        figure = configuration_summary(group)
+        figure = row_of(GROUP, CellGroup(group))
         if costs is not None and configuration.kind == "chain" and size:
             tau = figure["mean_acceptance_length"]
             figure["prediction"] = costs.predict(tau, size, figure["speedup"])
@@ -173,10 +222,8 @@ def scenario_summary(
         results.append(configuration_result(configuration, own, costs.get(configuration.drafter)))
     checked = []
     for cell in cells:
-        texts = (cell.plain[0].tokens, cell.runs[0].tokens)
-        parity = compare(models.target, cell.prompt, *texts)
-        stats = cell.runs[0].stats.to_dict()
-        checked.append(cell_summary(cell) | {"parity": parity, "stats": stats})
+        parity = compare(models.target, cell.prompt, cell.plain[0].tokens, cell.runs[0].tokens)
+        checked.append(row_of(PROMPT, cell) | {"parity": parity})
     drafters = []
     context = len(typical_context(prompts, max_tokens))
     for name, found in costs.items():
@@ -194,6 +241,21 @@ def scenario_summary(
         "side_by_side": side_by_side(models, results, checked),
         "prompts": checked,
     }
+
+
+SIDE_BY_SIDE = (
+    Figure("drafter", "draft model"),
+    Figure(
+        "", "fastest with", lambda row: row["configuration"].removeprefix(f"{row['drafter']}, ")
+    ),
+    Figure("tps", "tok/s", number),
+    Figure("speedup", "ratio", times),
+    Figure("speedup_of_worst_prompt", "worst prompt", times),
+    Figure("mean_acceptance_length", "tau", number),
+    Figure("weight_bytes", "weights", lambda size: megabytes(size) if size else "none"),
+    Figure("peak_bytes", "peak memory", megabytes),
+    Figure("", "outputs identical", lambda row: f"{row['identical']} of {row['num_prompts']}"),
+)
 
 
 def side_by_side(
@@ -236,25 +298,3 @@ def weights_of(modules: Iterable[nn.Module]) -> dict[int, int]:
     """Bytes of each array of weights, by its identity: drafters may share arrays."""
     arrays = (tree_flatten(module.parameters()) for module in modules)
     return {id(array): array.nbytes for found in arrays for _, array in found}
-
-
-def run_rows(cells: Sequence[Cell], scenario: dict[str, Any]) -> list[dict[str, Any]]:
-    """A row per run, for the CSV; ``scenario`` has context and temperature."""
-    return [
-        {
-            **scenario,
-            **names_of(cell),
-            "role": role,
-            "run": number,
-            "prompt_tokens": len(cell.prompt),
-            "output_tokens": len(run.tokens),
-            "timed_tokens": run.num_timed,
-            "seconds": run.seconds,
-            "tokens_per_second": run.tps,
-            "ttft": run.ttft,
-            "peak_bytes": run.peak_bytes,
-            "mean_acceptance_length": run.stats and run.stats.mean_acceptance_length,
-        }
-        for cell in cells
-        for role, number, run in cell.numbered()
-    ]

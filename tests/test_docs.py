@@ -99,7 +99,6 @@ def check_own(words: list[str]) -> None:
         flags.check_arguments(args)
     if name == "mlx_eagle.bench":
         bench.read_settings(args)
-        bench.check_models(args)
 
 
 def check_make(words: list[str]) -> None:

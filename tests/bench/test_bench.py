@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 from helpers import byte_tokenizer
 
-from mlx_eagle.bench import measure, questions, runner, summary
+from mlx_eagle.bench import batch_runs, figures, measure, questions, runner, serving, summary
 from mlx_eagle.bench.configurations import make_configurations
 from mlx_eagle.bench.costs import Costs
-from mlx_eagle.bench.report import markdown_table
+from mlx_eagle.bench.figures import markdown_table, row_of
 from mlx_eagle.bench.turns import Cell, Turns, schedule
 from mlx_eagle.decoding.stats import Stats
 from mlx_eagle.drafters.acceptance_stats import expected_tokens
@@ -19,7 +19,7 @@ from mlx_eagle.drafters.tree import DraftShape, TreeShape
 def test_spread_is_the_naive_one():
     values = [3.0, 1.0, 4.0, 1.5, 9.0, 2.0]
     ordered = sorted(values)
-    spread = summary.spread_of([*values, None])
+    spread = figures.spread_of([*values, None])
     assert spread["median"] == (ordered[2] + ordered[3]) / 2
     assert (spread["min"], spread["max"], spread["n"]) == (1.0, 9.0, 6)
     # Linear interpolation between the order statistics, as numpy does it by default.
@@ -28,8 +28,24 @@ def test_spread_is_the_naive_one():
         low = int(at)
         naive = ordered[low] + (at - low) * (ordered[low + 1] - ordered[low])
         assert spread[key] == pytest.approx(naive)
-    assert summary.spread_of([None]) is None
-    assert summary.spread_of([2.0])["q1"] == 2.0
+    assert figures.spread_of([None]) is None
+    assert figures.spread_of([2.0])["q1"] == 2.0
+
+
+TABLES = (
+    *(summary.SPEED, summary.START, summary.ACCEPTANCE, summary.COUNTS, summary.SIDE_BY_SIDE),
+    *(summary.PROMPT, batch_runs.BATCH, serving.LOADS, serving.WAITS),
+)
+
+
+def test_a_figure_is_described_once():
+    """No table has a heading twice, and no row a figure that is computed twice."""
+    for described in (*TABLES, summary.GROUP, summary.RUN, serving.ANSWER):
+        names = [f.name for f in described if f.of is not None]
+        assert len(set(names)) == len(names)
+    for described in TABLES:
+        headings = [f.heading for f in described if f.heading]
+        assert headings and len(set(headings)) == len(headings)
 
 
 def make_stats(accepted: list[int], size: int) -> Stats:
@@ -75,7 +91,7 @@ def test_speeds_are_tokens_over_the_sum_of_median_times():
         fake_cell("a", 0, [2.0, 9.0, 2.2], [1.0, 1.1, 5.0]),
         fake_cell("b", 1, [4.0, 4.0, 4.0], [5.0, 5.0, 4.0]),
     ]
-    result = summary.configuration_summary(cells)
+    result = row_of(summary.GROUP, summary.CellGroup(cells))
     assert result["plain_tps"] == pytest.approx(20 / (2.2 + 4.0))
     assert result["tps"] == pytest.approx(20 / (1.1 + 5.0))
     assert result["speedup"] == pytest.approx(6.2 / 6.1)
@@ -91,7 +107,7 @@ def test_speeds_are_tokens_over_the_sum_of_median_times():
 
 def test_the_ratio_of_a_prompt_is_that_of_runs_side_by_side():
     # The machine halved its speed for the second repeat: medians of each would find 0.96.
-    result = summary.cell_summary(fake_cell("a", 0, [2.0, 4.0, 2.3], [2.0, 4.0, 2.4]))
+    result = row_of(summary.PROMPT, fake_cell("a", 0, [2.0, 4.0, 2.3], [2.0, 4.0, 2.4]))
     assert result["speedup"] == pytest.approx(1.0)
 
 
@@ -99,7 +115,7 @@ def test_a_text_of_one_token_has_no_speed():
     cell = fake_cell("a", 0, [0.0], [0.0])
     cell.runs[:] = [runner.Run([7], 0, 0.0, 0.1, 5, Stats())]
     cell.plain[:] = [runner.Run([7], 0, 0.0, 0.1, 5)]
-    result = summary.configuration_summary([cell])
+    result = row_of(summary.GROUP, summary.CellGroup([cell]))
     assert result["speedup"] is None and result["tps"] is None and result["round_seconds"] is None
 
 

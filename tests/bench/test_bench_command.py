@@ -3,9 +3,11 @@
 import csv
 import itertools
 import json
+import os
 import re
 import sys
 from pathlib import Path
+from statistics import median, quantiles
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -25,11 +27,11 @@ from mlx_eagle.bench import (
     measure,
     plots,
     questions,
-    report,
     runner,
     summary,
 )
 from mlx_eagle.bench.configurations import PLAIN, chain_of
+from mlx_eagle.bench.figures import row_of, table
 from mlx_eagle.bench.flags import Settings
 from mlx_eagle.bench.turns import Turns
 from mlx_eagle.decoding.stats import Stats
@@ -77,6 +79,103 @@ def test_a_note_says_how_to_get_openblas(monkeypatch, capsys, tmp_path, tiny, pr
     assert not any("openblas" in line.lower() for line in errors(True))
     monkeypatch.setattr(sys, "platform", "darwin")
     assert not any("openblas" in line.lower() for line in errors(False))
+
+
+def tables_in(text: str) -> list[list[dict[str, str]]]:
+    """The tables of a Markdown text: their rows by heading."""
+    found = []
+    for block in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+        header, _, *rows = [line[2:-2].split(" | ") for line in block.splitlines()]
+        found.append([dict(zip(header, row, strict=True)) for row in rows])
+    return found
+
+
+def naive_speed(runs: list[dict[str, str]]) -> float:
+    """Tokens of all prompts over the sum of their median times, from rows of the CSV."""
+    tokens = 0.0
+    seconds = 0.0
+    for name in {(run["set"], run["id"]) for run in runs}:
+        own = [run for run in runs if (run["set"], run["id"]) == name]
+        number = median(int(run["timed_tokens"]) for run in own)
+        tokens += number
+        seconds += number * median(float(r["seconds"]) / int(r["timed_tokens"]) for r in own)
+    return tokens / seconds
+
+
+def spread_words(values: list[float], middle: float | None = None) -> str:
+    low, half, high = quantiles(values, n=4, method="inclusive")
+    return f"{half if middle is None else middle:.2f} [{low:.2f}-{high:.2f}]"
+
+
+def test_the_tables_show_what_the_runs_were(monkeypatch, capsys, tmp_path, tiny):
+    """Every table on single prompts, made again with the standard library from the CSV's rows."""
+    lone = runner.Models(tiny.target, tiny.tokenizer, tiny.drafters)
+    for name in ("a", "b"):
+        lines = [f'{{"prompt": "{name} so?"}}', f'{{"prompt": "Who is {name}?"}}']
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    monkeypatch.setattr(command, "has_matplotlib", lambda: False)
+    flags = f"--prompts {tmp_path}/a.jsonl,{tmp_path}/b.jsonl --max-tokens 6 --repeats 2"
+    out, _ = call(
+        monkeypatch, capsys, lone, *flags.split(), "--num-draft-tokens", "1,2",
+        "--out", str(tmp_path / "out"),
+    )  # fmt: skip
+    runs = list(csv.DictReader((tmp_path / "out" / "results.csv").open()))
+    prompts = results_in(tmp_path / "out")["scenarios"][0]["prompts"]
+    text = (tmp_path / "out" / "report.md").read_text()
+    speed, start, acceptance, counts, _, _, _, parity, each, *_ = tables_in(text)
+    assert tables_in(out) == [speed, acceptance, parity]
+    names = [(name, k) for name in ("a", "b", "overall") for k in ("k=1", "k=2")]
+    for rows in (speed, start, acceptance, counts):
+        assert [(row["set"], row["configuration"]) for row in rows] == names
+    for (name, label), *rows in zip(names, speed, start, acceptance, counts, strict=True):
+        sets = ("a", "b") if name == "overall" else (name,)
+        own = [run for run in runs if run["set"] in sets and run["configuration"] == label]
+        plain, drafted = ([r for r in own if r["role"] == x] for x in ("plain", "speculative"))
+        speeds = [naive_speed(those) for those in (plain, drafted)]
+        pairs = [(r["set"], r["id"], float(d["tokens_per_second"]) / float(r["tokens_per_second"]))
+                 for r, d in zip(plain, drafted, strict=True)]  # fmt: skip
+        ratios = [median(x for *at, x in pairs if at == list(prompt))
+                  for prompt in dict.fromkeys((s, i) for s, i, _ in pairs)]  # fmt: skip
+        rates = [[float(r["tokens_per_second"]) for r in those] for those in (plain, drafted)]
+        waits = [median(float(r["ttft"]) for r in those) for those in (plain, drafted)]
+        peaks = [max(int(r["peak_bytes"]) for r in those) for those in (plain, drafted)]
+        stats = [row["stats"] for row in prompts
+                 if row["set"] in sets and row["configuration"] == label]  # fmt: skip
+        total = {key: sum(s[key] for s in stats) for key in stats[0] if key.startswith("num_")}
+        kept = [sum(s["accepted_histogram"][n : n + 1] != [] and s["accepted_histogram"][n]
+                    for s in stats) for n in range(3)]  # fmt: skip
+        while kept and not kept[-1]:
+            kept.pop()
+        forwards = total["num_rounds"] + total["num_plain_steps"]
+        expected = {
+            "plain tok/s": spread_words(rates[0], speeds[0]),
+            "speculative tok/s": spread_words(rates[1], speeds[1]),
+            "ratio": f"{speeds[1] / speeds[0]:.2f}x",
+            "ratio by prompt": spread_words(ratios),
+            "worst prompt": f"{min(ratios):.2f}x",
+            "runs": str(len(sets) * 2 * 4),
+            "TTFT plain ms": f"{1e3 * waits[0]:.0f}",
+            "TTFT ms": f"{1e3 * waits[1]:.0f}",
+            "peak plain": device.megabytes(peaks[0]),
+            "peak": device.megabytes(peaks[1]),
+            "mean acceptance length (tau)": f"{total['num_emitted'] / forwards:.2f}",
+            "acceptance": f"{total['num_accepted'] / total['num_drafted']:.2f}",
+            "accepted lengths": " ".join(f"{n}:{4 * x}" for n, x in enumerate(kept)),
+            "target forwards/token": f"{forwards / total['num_emitted']:.3f}",
+            "head forwards/round": f"{total['num_head_forwards'] / total['num_rounds']:.2f}",
+            "evals/round": f"{total['num_evals'] / forwards:.2f}",
+        }
+        found = {key: value for row in rows for key, value in row.items()}
+        assert {key: found[key] for key in expected} == expected
+    for row, prompt in zip(each, prompts, strict=True):
+        own = [r for r in runs if all(r[k] == prompt[k] for k in ("set", "id", "configuration"))]
+        speeds = [
+            naive_speed([r for r in own if r["role"] == x]) for x in ("plain", "speculative")
+        ]
+        shown = (row["prompt"], row["plain tok/s"], row["speculative tok/s"], row["parity"])
+        at = f"{prompt['set']}/{prompt['id']}"
+        assert shown == (at, *(f"{x:.2f}" for x in speeds), "identical")
+    assert [row["outputs identical to plain"] for row in parity] == ["4 of 4"] * 2
 
 
 @pytest.mark.exhaustive
@@ -296,7 +395,8 @@ def test_batches_beside_mlx_lms_own(monkeypatch, capsys, tmp_path, tiny):
 
 def cells_of_batches(rows: list[dict]) -> list[list[str]]:
     """The cells of the report's table of batches."""
-    return [[show(row) for show in report.BATCH.values()] for row in rows]
+    lines = table(batch_runs.BATCH, rows).splitlines()[2:]
+    return [line[2:-2].split(" | ") for line in lines]
 
 
 def test_batches_are_made_set_by_set(tiny):
@@ -334,7 +434,8 @@ def test_a_text_that_differs_in_a_batch_is_shown_with_its_margin(tiny):
     cell = Turns(configuration=chain_of("auto"))
     cell.plain.append(batch_runs.BatchRun(texts, 4.0, 2.0, 0, []))
     cell.runs.append(batch_runs.BatchRun(other, 4.0, 3.0, 2, [make_stats([1, 0], 2)] * 2))
-    row = batch_runs.batch_result(tiny, "mine", [PROMPT, PROMPT[:3]], cell)
+    batch = batch_runs.MeasuredBatch(tiny, "mine", [PROMPT, PROMPT[:3]], cell)
+    row = row_of(batch_runs.BATCH, batch)
     assert (row["speedup"], row["speedup_after_prefill"]) == (1.0, (16 - 2) / 1.0 / (16 / 2.0))
     assert [verification["index"] for verification in row["parity"]] == [None, 5]
     (line,) = cells_of_batches([row])
@@ -498,3 +599,22 @@ def test_a_target_without_a_known_head_is_not_loaded(capsys, tmp_path):
         command.main(["--model", "some/Model", "--out", str(tmp_path)])
     assert stop.value.code == 2
     assert "error: no public head is known here for some/Model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("program", ["demo", "bench"])
+@pytest.mark.parametrize("load", [1.9, 2.1])
+def test_a_load_above_the_cores_is_said(monkeypatch, capsys, tmp_path, tiny, program, load):
+    lone = runner.Models(tiny.target, tiny.tokenizer, tiny.drafters)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr(command, "has_matplotlib", lambda: False)
+    monkeypatch.setattr(demo, "load_demo", lambda: (tiny.target, tiny.tokenizer, head_of(tiny)))
+    if program == "demo":
+        demo.run("Hello", 4, 1)
+        texts = [capsys.readouterr().out]
+    else:
+        flags = "--prompts gsm8k --limit 1 --max-tokens 4 --repeats 1 --order weave --out"
+        texts = [call(monkeypatch, capsys, lone, *flags.split(), str(tmp_path))[0]]
+        texts.append((tmp_path / "report.md").read_text())
+    for text in texts:
+        assert text.count("the load of this machine is 2.1 on 2 cores") == (load > 2)
