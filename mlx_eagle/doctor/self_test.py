@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from itertools import product
@@ -22,21 +22,21 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import mlx_lm
 from mlx.utils import tree_map
 from mlx_lm.models.cache import make_prompt_cache
 
 from .. import __version__
-from ..batch.generate import batch_generate
+from ..bench.batch_runs import run_batch
+from ..bench.configurations import PLAIN, Configuration, chain_of
 from ..bench.costs import Costs
+from ..bench.figures import joined, markdown_table
 from ..bench.parity import compare, margin, next_logprobs, parity_words
 from ..bench.part_timing import Bench, Samples
-from ..bench.report import joined, markdown_table
+from ..bench.runner import Models, run_once
 from ..decoding.sampling import Sampling
 from ..demo.pair import load_demo
 from ..drafters.base import Drafter
 from ..drafters.tree import TreeShape
-from ..generate import stream_generate
 from ..system.atomic_folder import check_writable
 from ..system.device import prepare_device
 from .checks import TF32, build, check_all
@@ -92,6 +92,10 @@ class Section:
     remark: str = ""
 
 
+def all_parts(tried: Sequence[Section]) -> list[Part]:
+    return [part for section in tried for part in section.parts]
+
+
 def sections() -> list[Section]:
     """All sections, quick ones first."""
     return [attention_section(), cost_section(), parity_section()]
@@ -110,7 +114,7 @@ def self_test(tried: Sequence[Section], file: Path) -> list[str]:
     os.environ.setdefault(TF32, "0")
     findings = check_all()
     start = time.time()
-    parts = [part for section in tried for part in section.parts]
+    parts = all_parts(tried)
     for number, part in enumerate(parts, 1):
         file.write_text(report(findings, tried, time.time() - start, part.name))
         part.attempt()
@@ -128,7 +132,7 @@ def report(
     findings: Sequence[Finding], tried: Sequence[Section], seconds: float, running: str = ""
 ) -> str:
     """The results in Markdown; ``running`` is the part that has not come back."""
-    parts = [part for section in tried for part in section.parts]
+    parts = all_parts(tried)
     failed = [part.name for part in parts if part.has_failed]
     verdict = f"{len(failed)} of {len(parts)} parts failed" if failed else "all parts passed"
     if running:
@@ -305,41 +309,58 @@ def measure_costs(samples: int) -> list[Line]:
 
 # --- parity: the demo pair, drafted in every way, against plain mlx-lm --------------------------
 
-QUESTIONS = (
-    "What is 12 * 8?",
-    "Tom has 3 boxes with 7 pens each and buys 4 more pens. How many pens does he have?",
+PROMPTS = tuple(
+    f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+    for question in (
+        "What is 12 * 8?",
+        "Tom has 3 boxes with 7 pens each and buys 4 more pens. How many pens does he have?",
+    )
 )
-TEMPLATE = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 TREE = TreeShape(4, 4, 15)
-SEED = 7
+SEED = 7  # of samples, at temperature 1
 LEAST_TOKENS = 4  # of an answer
 MOST_TOKENS = 96
 SECONDS = 8.0  # for one answer, plain and drafted: there are fifteen such pairs
 NEAR_TIES = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.5}
 """Margins up to which two tokens are so close that rounding may decide between them."""
+WAYS = {
+    "chain": chain_of(CHAIN),
+    "tree": Configuration("tree", "tree", None, {"tree": TREE}),
+    "sampled": chain_of(CHAIN),
+    "sampled tree": Configuration("tree", "tree", None, {"tree": TREE}),
+    "batch": chain_of(CHAIN),
+}
 
 
-@dataclass
 class DemoPair:
-    """The demo pair in one type of weights, and mlx-lm's own greedy answer with it."""
+    """The demo pair in one type of weights, and the length of its answers in tokens."""
 
-    name: str
-    model: nn.Module
-    tokenizer: Any
-    drafter: Drafter
-    num_tokens: int = LEAST_TOKENS
-    greedy: list[int] = field(default_factory=list)
+    def __init__(self, name: str, model: nn.Module, tokenizer: Any, drafter: Drafter):
+        self.name = name
+        self.models = Models(model, tokenizer, {"": drafter})
+        self.prompts: list[list[int]] = [tokenizer.encode(prompt) for prompt in PROMPTS]
+        self.num_tokens = num_tokens_within(SECONDS, model, self.prompts[0])
 
-    def prompts(self) -> list[list[int]]:
-        """The questions as tokens."""
-        return [self.tokenizer.encode(TEMPLATE.format(question)) for question in QUESTIONS]
-
-    def run(self, generate: Callable[..., Any], **options: Any) -> list[int]:
-        """Generate one answer: its tokens."""
-        prompt = self.prompts()[0]
-        options["max_tokens"] = self.num_tokens
-        found = generate(self.model, self.tokenizer, prompt, **options)
-        return [response.token for response in found]
+    def attempt(self, way: str) -> list[Line]:
+        """Compare drafted answers with those of plain mlx-lm: two of a batch, else one."""
+        both = (PLAIN, WAYS[way])
+        prompts = self.prompts if way == "batch" else self.prompts[:1]
+        temp = 1.0 if way.startswith("sampled") else 0.0
+        if way == "batch":
+            texts = [run_batch(self.models, prompts, self.num_tokens, c).tokens for c in both]
+        else:
+            options = {"max_tokens": self.num_tokens, "temp": temp, "seed": SEED}
+            texts = [[run_once(self.models, c, prompts[0], **options).tokens] for c in both]
+        lines = []
+        for prompt, plain, drafted in zip(prompts, *texts, strict=True):
+            result = compare(self.models.target, prompt, plain, drafted)
+            if temp and not result["identical"]:
+                index = result["index"]
+                sampling = Sampling(temp=temp, seed=SEED)
+                scores = noisy_scores(self.models.target, prompt + plain[:index], sampling, index)
+                result["margin"] = margin(scores, index, plain, drafted)
+            lines.append(self.line(way, result, len(drafted)))
+        return lines
 
     def line(self, way: str, result: dict[str, Any], num_tokens: int) -> Line:
         """The line of one comparison: identical, a near-tie, or a failure."""
@@ -351,11 +372,7 @@ class DemoPair:
 
 def load_pair(name: str) -> DemoPair:
     """Load the pair: packed on a GPU, as people run it; dense on a CPU, where packing is slow."""
-    loaded = load_demo(DTYPES[name], quantized=mx.default_device() == mx.gpu)
-    pair = DemoPair(name, *loaded)
-    pair.num_tokens = num_tokens_within(SECONDS, pair.model, pair.prompts()[0])
-    pair.greedy = pair.run(mlx_lm.stream_generate)
-    return pair
+    return DemoPair(name, *load_demo(DTYPES[name], quantized=mx.default_device() == mx.gpu))
 
 
 def num_tokens_within(seconds: float, model: nn.Module, prompt: list[int]) -> int:
@@ -376,6 +393,14 @@ def num_tokens_within(seconds: float, model: nn.Module, prompt: list[int]) -> in
     return min(max(int(most), LEAST_TOKENS), MOST_TOKENS)
 
 
+def noisy_scores(
+    model: nn.Module, tokens: list[int], sampling: Sampling, position: int
+) -> mx.array:
+    """Scores (V,) whose largest is the token after ``tokens``, the ``position``-th drawn."""
+    logprobs = next_logprobs(model, tokens)
+    return sampling.log_probabilities(logprobs) + sampling.noise(position, logprobs.shape[-1])
+
+
 def parity_section() -> Section:
     """Every way to draft with every type of weights, against plain mlx-lm."""
     loaded: list[DemoPair] = []  # one at a time
@@ -384,7 +409,7 @@ def parity_section() -> Section:
         if not loaded or loaded[0].name != name:
             loaded.clear()  # before the next one takes its memory
             loaded.append(load_pair(name))
-        return WAYS[way](loaded[0], way)
+        return loaded[0].attempt(way)
 
     ties = ", ".join(f"{limit:g} in {name}" for name, limit in NEAR_TIES.items())
     return Section(
@@ -395,53 +420,7 @@ def parity_section() -> Section:
             for name, way in product(NEAR_TIES, WAYS)
         ],
         f"Chains of {CHAIN} draft tokens, a tree {TREE}, samples at temperature 1, a batch of "
-        f"{len(QUESTIONS)}; answers are as long as there is time for. Where two texts part, the "
+        f"{len(PROMPTS)}; answers are as long as there is time for. Where two texts part, the "
         f"margin says how far the worse of the two tokens is below the best: up to {ties} it is "
         "a near-tie.",
     )
-
-
-def try_one(pair: DemoPair, way: str, is_sampled: bool = False, **options: Any) -> list[Line]:
-    """Compare a drafted answer with mlx-lm's greedy one, or with the same sampler's plain one."""
-    plain = pair.greedy
-    sampling = Sampling(temp=1.0, seed=SEED)
-    if is_sampled:
-        plain = pair.run(mlx_lm.stream_generate, sampler=sampling.begin())
-        options["sampler"] = sampling
-    drafted = pair.run(stream_generate, draft_model=pair.drafter, **options)
-    result = compare(pair.model, pair.prompts()[0], plain, drafted)
-    if is_sampled and not result["identical"]:
-        index = result["index"]
-        scores = noisy_scores(pair.model, pair.prompts()[0] + plain[:index], sampling, index)
-        result["margin"] = margin(scores, index, plain, drafted)
-    return [pair.line(way, result, len(drafted))]
-
-
-def noisy_scores(
-    model: nn.Module, tokens: list[int], sampling: Sampling, position: int
-) -> mx.array:
-    """Scores (V,) whose largest is the token after ``tokens``, the ``position``-th drawn."""
-    logprobs = next_logprobs(model, tokens)
-    return sampling.log_probabilities(logprobs) + sampling.noise(position, logprobs.shape[-1])
-
-
-def try_batch(pair: DemoPair, way: str) -> list[Line]:
-    """Compare two answers at once with mlx-lm's own batch."""
-    prompts = pair.prompts()
-    options: dict[str, Any] = {"max_tokens": pair.num_tokens, "return_token_ids": True}
-    plain = mlx_lm.batch_generate(pair.model, pair.tokenizer, prompts, **options).token_ids
-    options |= {"draft_model": pair.drafter, "num_draft_tokens": CHAIN}
-    drafted = batch_generate(pair.model, pair.tokenizer, prompts, **options).token_ids
-    return [
-        pair.line(way, compare(pair.model, prompt, one, other), len(other))
-        for prompt, one, other in zip(prompts, plain or [], drafted or [], strict=True)
-    ]
-
-
-WAYS: dict[str, Callable[[DemoPair, str], list[Line]]] = {
-    "chain": partial(try_one, num_draft_tokens=CHAIN),
-    "tree": partial(try_one, tree=TREE),
-    "sampled": partial(try_one, is_sampled=True, num_draft_tokens=CHAIN),
-    "sampled tree": partial(try_one, is_sampled=True, tree=TREE),
-    "batch": try_batch,
-}

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import mlx.core as mx
+import mlx_lm
 import pytest
 from grids import thorough
 from helpers import byte_tokenizer, tiny_head, tiny_llama
@@ -152,14 +153,14 @@ def test_attention_that_is_wrong_for_five_rows_is_found(monkeypatch, wrong):
 def pair() -> self_test.DemoPair:
     """A tiny random pair in place of the demo pair."""
     model = tiny_llama(vocab_size=258)
-    pair = self_test.DemoPair("float32", model, byte_tokenizer(), tiny_head(model), 12)
-    pair.greedy = pair.run(self_test.mlx_lm.stream_generate)
+    pair = self_test.DemoPair("float32", model, byte_tokenizer(), tiny_head(model))
+    pair.num_tokens = 12
     return pair
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_parity(pair, way):
-    lines = WAYS[way](pair, way)
+    lines = pair.attempt(way)
     assert len(lines) == (2 if way == "batch" else 1)
     assert set(lines) == {("float32", way, "12", "identical", "ok")}
 
@@ -177,8 +178,8 @@ def test_each_type_of_weights_is_loaded_once(pair, monkeypatch):
 @pytest.mark.parametrize("way", thorough(WAYS, "chain", "sampled"))
 def test_a_difference_has_its_margin(pair, monkeypatch, way):
     """mlx-lm's own text is changed, as if ours had gone another way there."""
-    stream = self_test.mlx_lm.stream_generate
-    batch = self_test.mlx_lm.batch_generate
+    stream = mlx_lm.stream_generate
+    batch = mlx_lm.batch_generate
 
     def wrong_stream(*args, **options):
         for i, response in enumerate(stream(*args, **options)):
@@ -190,10 +191,9 @@ def test_a_difference_has_its_margin(pair, monkeypatch, way):
         found.token_ids[1][3] += 1
         return found
 
-    monkeypatch.setattr(self_test.mlx_lm, "stream_generate", wrong_stream)
-    monkeypatch.setattr(self_test.mlx_lm, "batch_generate", wrong_batch)
-    pair.greedy = pair.run(self_test.mlx_lm.stream_generate)
-    line = WAYS[way](pair, way)[-1]
+    monkeypatch.setattr(mlx_lm, "stream_generate", wrong_stream)
+    monkeypatch.setattr(mlx_lm, "batch_generate", wrong_batch)
+    line = pair.attempt(way)[-1]
     assert line[-1] == "FAILED" and line[3].startswith("differs from token 3 on, margin ")
 
 
@@ -206,7 +206,7 @@ def test_near_ties_are_no_failures(pair, margin, verdict):
 def test_a_sampled_token_is_the_best_of_the_noisy_scores(pair):
     """The margin is that of these scores."""
     sampling = self_test.Sampling(temp=1.0, seed=3)
-    model = pair.model
+    model = pair.models.target
     tokens = [5, 6]
     logits = model(mx.array(tokens)[None])[0, -1:]
     logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
