@@ -7,7 +7,7 @@ Tokenizers, timing and responses. The loop itself is in ``decoding/loop.py``, th
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, TypeGuard, overload
+from typing import Any, overload
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -18,7 +18,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .decoding.generate_step import speculative_generate_step
 from .decoding.stats import Stats
-from .drafters.base import Drafter
+from .drafters.base import Drafter, is_drafter
 
 
 @dataclass
@@ -196,11 +196,6 @@ def footer(response: MlxGenerationResponse) -> list[str]:
         f"Peak memory: {response.peak_memory:.3f} GB",
         *(response.stats.lines() if isinstance(response, GenerationResponse) else []),
     ]
-
-
-def is_drafter(draft_model: Any) -> TypeGuard[Drafter]:
-    """Whether our loop runs for ``draft_model``: it has the methods of a ``Drafter``."""
-    return isinstance(draft_model, Drafter)
 
 
 def _encode(tokenizer: TokenizerWrapper, prompt: str | mx.array | list[int]) -> mx.array:

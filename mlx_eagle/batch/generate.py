@@ -37,10 +37,9 @@ from ..decoding.setup import (
     split_cache,
 )
 from ..decoding.stats import Stats
-from ..drafters.base import Drafter, NullDrafter
+from ..drafters.base import Drafter, NullDrafter, is_drafter
 from ..drafters.copies import Tokens
 from ..drafters.tree import PLAIN
-from ..generate import is_drafter
 from ..target.kernels import KernelOptions
 from .requests import (
     Options,

@@ -8,7 +8,8 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol, Self, runtime_checkable
+from os import PathLike
+from typing import Any, NoReturn, Protocol, Self, TypeGuard, runtime_checkable
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -252,6 +253,20 @@ class Drafter(Protocol):
                 "here."
             )
         return self
+
+
+def is_drafter(draft_model: Any) -> TypeGuard[Drafter]:
+    """Whether our loop runs for ``draft_model``: it has the methods of a ``Drafter``.
+
+    Raises ValueError for a name, which has to be opened first.
+    """
+    if isinstance(draft_model, str | PathLike):
+        name = str(draft_model)
+        raise ValueError(
+            f"draft_model is the name {name!r}: give what mlx_eagle.open_drafter({name!r}, model, "
+            "tokenizer) returns."
+        )
+    return isinstance(draft_model, Drafter)
 
 
 class NullDrafter(Drafter):
