@@ -15,15 +15,19 @@ HUB = "https://huggingface.co"
 
 
 def pair_table() -> str:
-    """Every known target with its drafters, the one that ``auto`` takes first."""
+    """Every known target with its drafters in the order in which ``auto`` takes them."""
     rows = []
     for target, pairs in groupby(PAIRS, key=lambda pair: pair.target):
         for i, pair in enumerate(pairs):
-            owner, name, *folder = pair.head.split("/")
+            place = target if pair.head == pair.kind else pair.head
+            owner, name, *folder = place.split("/")
             page = "/".join([HUB, owner, name, *(["tree/main", *folder] if folder else [])])
             drafter = f"[{pair.head}]({page})"
-            rows.append([target if i == 0 else "", drafter, pair.kind, pair.size, pair.licence])
+            published = "; ".join(map(str, pair.figures))
+            row = [target if i == 0 else "", drafter, pair.kind, pair.size, pair.licence]
+            rows.append([*row, published])
     header = ["target", "drafter", "kind", "size as published", "licence of the drafter"]
+    header.append("published by others")
     return markdown_table(header, rows)
 
 

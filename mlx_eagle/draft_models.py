@@ -5,6 +5,8 @@ All kinds of drafters come together here; the loop uses them by their interface.
 
 import hashlib
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -14,11 +16,14 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .decoding.setup import AUTO
 from .drafters.base import Drafter
 from .drafters.kind import Kind, LoadOptions
-from .drafters.kinds import KINDS, is_converted, kind_of, load_drafter, published_kind
-from .drafters.target_parts import TargetSizes, sizes_of
+from .drafters.kinds import KINDS, is_converted, kind_of, load_drafter, own_kind, recognise
+from .drafters.lookup import LookupDrafter
+from .drafters.pairs import Pair, is_named_after, pairs_for
+from .drafters.target_parts import MOST_STEPS, TargetSizes, made_from, sizes_of
 from .system.atomic_folder import AlreadyThere, CannotWrite, discard_folder, locked, user_cache
-from .system.hub import locate
-from .system.json_file import read_published
+from .system.exit_codes import USER_ERRORS
+from .system.hub import locate, snapshot_of
+from .system.json_file import read_object
 from .system.progress import Bar
 
 LOOKUP = "lookup"
@@ -36,23 +41,54 @@ def open_drafter(
 ) -> Drafter:
     """Open what ``name`` stands for, as a drafter for ``model``.
 
-    "lookup" copies from the prompt (no weights); "mtp" takes the multi-token-prediction layers
-    that the target was published with, from ``target``, its folder or hub repo id (by default
-    where ``tokenizer`` is from), or from the model that this was converted from. Otherwise it is a
-    folder, a GGUF file or a hub repo id: a converted head; a folder of MTP layers; an EAGLE
-    checkpoint, which is converted into the cache, saying so; or an ordinary mlx-lm model with the
-    target's vocabulary. With "+lookup" behind it, it copies where that is likely to keep more.
-    ``draft_window`` is for EAGLE heads: see ``load_drafter``.
+    "auto" is the best known drafter of the target that can be opened, and copies: see
+    ``known_pairs``. "lookup" copies from the prompt (no weights); "mtp" takes the
+    multi-token-prediction layers that the target was published with, from ``target``, its folder
+    or hub repo id (by default where ``tokenizer`` is from), or from the model that this was
+    converted from. Otherwise it is a folder, a GGUF file or a hub repo id: a converted head; a
+    folder of MTP layers; an EAGLE checkpoint, which is converted into the cache, saying so; or an
+    ordinary mlx-lm model with the target's vocabulary. With "+lookup" behind it, it copies where
+    that is likely to keep more. ``draft_window`` is for EAGLE heads: see ``load_drafter``.
 
     Raises ValueError, in one sentence, for what is none of these or does not fit ``model``.
     """
-    name, copies = split_name(name)
+    return open_named(
+        name,
+        model,
+        tokenizer,
+        quantize_bits=quantize_bits,
+        draft_window=draft_window,
+        target=target,
+    )[1]
+
+
+def open_named(
+    name: str,
+    model: nn.Module,
+    tokenizer: TokenizerWrapper | None = None,
+    *,
+    quantize_bits: int | None = None,
+    draft_window: int | None = None,
+    target: str | Path | None = None,
+    copies: bool = True,
+) -> tuple[str, Drafter]:
+    """Open a drafter as ``open_drafter`` does; also the name of what "auto" stands for.
+
+    ``copies`` is whether "auto" alone copies.
+    """
+    name, has_plus = split_name(name)
     if target is None and tokenizer is not None:
         target = tokenizer.name_or_path
     place = None if target is None else str(target)
     options = LoadOptions(quantize_bits, tokenizer=tokenizer, target=place)
-    drafter = _open(name, model, options).with_draft_window(draft_window)
-    return drafter.with_copies() if copies else drafter
+    copies = has_plus or (copies and name == AUTO)
+    if name == AUTO:
+        name, drafter = _open_known(model, options, draft_window, copies)
+    else:
+        drafter = _open(name, model, options).with_draft_window(draft_window)
+    if copies and name != LOOKUP:
+        return f"{name}+{LOOKUP}", drafter.with_copies()
+    return name, drafter
 
 
 def _open(name: str, model: nn.Module, options: LoadOptions) -> Drafter:
@@ -68,16 +104,93 @@ def _open(name: str, model: nn.Module, options: LoadOptions) -> Drafter:
     return _open_checkpoint(path, name, model, options.quantize_bits)
 
 
-def find_drafter(name: str | None) -> None:
+def _open_known(
+    model: nn.Module, options: LoadOptions, draft_window: int | None, copies: bool
+) -> tuple[str, Drafter]:
+    """Open the first known drafter of the target that can be; else one that only copies.
+
+    What is taken, and what cannot be, is said on standard error.
+    """
+    if not options.target:
+        raise ValueError(
+            f"{AUTO!r} needs the target's name, and its tokenizer does not say it: give its "
+            "folder or repository as `target`."
+        )
+    unknown = f"no public head is known here for {options.target}"
+    for pair in known_pairs(options.target):
+        try:
+            drafter = _open(pair.head, model, options).with_draft_window(draft_window)
+        except USER_ERRORS as err:
+            reason = " ".join(str(err).split())
+            print(f"{pair.head} is passed over, for it cannot be used: {reason}", file=sys.stderr)
+            unknown = f"no known drafter of {options.target} can be used"
+            continue
+        title = f"{KINDS[pair.kind].title} of the model's own"
+        taken = title if pair.head == pair.kind else pair.head
+        also = ", and copying what the text repeats" if copies else ""
+        print(f"Drafting with {taken} (licence: {pair.licence}){also}.", file=sys.stderr)
+        return pair.head, drafter
+    print(
+        f"Note: {unknown}, so drafts are copied from the text: name another with --draft-model.",
+        file=sys.stderr,
+    )
+    return LOOKUP, LookupDrafter()
+
+
+def known_pairs(target: str) -> Iterator[Pair]:
+    """The drafters that "auto" tries for a target, a folder or hub repo id, in this order.
+
+    Rows of the table of pairs, by the target's name, else by those of the models that it was
+    converted from; layers of its own; rows whose layout nobody has seen, which are never first.
+    """
+    rows = _rows(target)
+    seen = [row for row in rows if row.is_seen]
+    yield from seen
+    own = None if any(row.head in KINDS for row in seen) else own_kind(target)
+    if own is not None:
+        yield Pair(target, own, "the target's", own, None)
+    if seen or own is not None:
+        yield from (row for row in rows if not row.is_seen)
+
+
+def _rows(target: str) -> list[Pair]:
+    """The rows of a target, or of what its card says that it was converted from."""
+    place = snapshot_of(target)[0]
+    for _ in range(MOST_STEPS + 1):
+        if rows := pairs_for(place):
+            return rows
+        try:
+            base, is_same = made_from(place)
+        except USER_ERRORS:  # opening the target says why
+            break
+        if base is None or not is_same or not is_named_after(place, base):
+            break
+        place = base
+    return []
+
+
+def find_drafter(name: str | None, target: str | None = None) -> None:
     """Find and download what ``name`` stands for, so that a mistake is reported before the target
     is loaded.
 
-    Raises ValueError, as ``open_drafter`` does.
+    Raises ValueError, as ``open_drafter`` does, but not for "auto": what it cannot use is passed
+    over when it is opened.
     """
-    base = AUTO if name is None else split_name(name)[0]
-    if base == AUTO or (base in KINDS and KINDS[base].by_name is not None):
+    if name is None:
         return
-    _find(base)
+    base = split_name(name)[0]
+    if base != AUTO:
+        _find_named(base)
+        return
+    for pair in () if target is None else known_pairs(target):
+        with suppress(*USER_ERRORS):
+            _find_named(pair.head)
+            return
+
+
+def _find_named(name: str) -> None:
+    if name not in KINDS or KINDS[name].by_name is None:
+        _find(name)
 
 
 def _find(name: str) -> tuple[Path, Kind | None]:
@@ -120,24 +233,26 @@ def open_beside(
     quantize_bits: int | None = None,
     draft_window: int | None = None,
     target: str | Path | None = None,
-) -> Drafter | None:
+    copies: bool = True,
+) -> tuple[str | None, Drafter | None]:
     """Open a drafter by name; None and "auto" stand for ``own``, which came with the target.
 
-    Everything else is as in ``open_drafter``.
+    Everything else is as in ``open_named``.
     """
-    base, copies = (AUTO, False) if name is None else split_name(name)
+    base, has_plus = (AUTO, False) if name is None else split_name(name)
     if base == AUTO and own is not None:
         own = own.with_draft_window(draft_window)
-        return own.with_copies() if copies else own
+        return (f"{AUTO}+{LOOKUP}", own.with_copies()) if copies or has_plus else (AUTO, own)
     if name is None:
-        return None
-    return open_drafter(
+        return None, None
+    return open_named(
         name,
         model,
         tokenizer,
         quantize_bits=quantize_bits,
         draft_window=draft_window,
         target=target,
+        copies=copies,
     )
 
 

@@ -6,7 +6,6 @@ under names that were imported before.
 
 import importlib
 import inspect
-import re
 import sys
 import threading
 import warnings
@@ -26,14 +25,12 @@ from .batch.generate import batch_generate
 from .decoding.generate_step import speculative_generate_step
 from .decoding.setup import AUTO
 from .decoding.stats import Stats
-from .draft_models import LOOKUP, open_drafter, split_name
-from .drafters.base import Drafter
-from .drafters.pairs import pair_for
-from .generate import is_drafter, stream_generate
+from .draft_models import open_drafter
+from .drafters.base import Drafter, is_drafter
+from .generate import stream_generate
 
 WORKS_WITH = "mlx-lm>=0.32.2,<0.33"
 NAME = "speculative_generate_step"
-SNAPSHOT = re.compile(r".*/models--([^/]+?)--([^/]+)/snapshots/[^/]+/?")
 
 
 class Installation:
@@ -189,14 +186,7 @@ def _replace_everywhere(old: Any, new: Any) -> None:
 
 def _open(name: str, model: nn.Module, tokenizer: Any) -> Drafter | None:
     """Open the drafter ``name`` for ``model``; None, with a warning, where there is none."""
-    target = str(getattr(tokenizer, "name_or_path", ""))
-    if found := SNAPSHOT.fullmatch(target):
-        target = f"{found[1]}/{found[2]}"
     try:
-        head, copies = split_name(name)
-        if head == AUTO:
-            known = pair_for(target or "a model without a name").head
-            name = f"{known}+{LOOKUP}" if copies else known
         return open_drafter(name, model, tokenizer)
     except ValueError as err:
         warnings.warn(f"decoded without drafts: {err}", stacklevel=4)
@@ -211,10 +201,10 @@ def install(draft_model: str | Drafter | None = None) -> Installation:
     whether they were imported before. Ordinary draft models keep mlx-lm's own path.
 
     With ``draft_model`` calls that name none draft as well, ``num_draft_tokens`` "auto" unless
-    they say more, so that programs of other people do: "auto" is the known head of each model,
-    any other name is opened for each model (see ``open_drafter``), and a drafter is for the model
-    that it was opened for. Where there is none for a model it decodes plainly, with a warning.
-    mlx-lm's server has batches of its own, which this does not reach: use ``mlx_eagle.server``.
+    they say more, so that programs of other people do: a name is opened for each model, "auto"
+    among them (see ``open_drafter``), and a drafter is for the model that it was opened for.
+    Where there is none for a model it decodes plainly, with a warning. mlx-lm's server has
+    batches of its own, which this does not reach: use ``mlx_eagle.server``.
 
     Installing again changes the default, if one is given, and returns the same ``Installation``.
 

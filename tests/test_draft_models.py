@@ -105,9 +105,9 @@ def test_a_head_that_copies(tmp_path, monkeypatch):
         assert isinstance(drafter, Eagle3Drafter) and drafter.copies is not None
     tokens, _ = speculative(model, drafter, PROMPT, 12, num_draft_tokens=3)
     assert tokens == plain(model, PROMPT, 12)
-    beside = open_beside(drafter, "auto+lookup", model)
+    _, beside = open_beside(drafter, "auto+lookup", model)
     assert beside.head is drafter.head and beside.copies is not drafter.copies
-    assert open_beside(drafter, None, model) is drafter
+    assert open_beside(drafter, None, model, copies=False) == ("auto", drafter)
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,6 @@ from mlx_eagle.decoding.decoder import Decoder
 from mlx_eagle.decoding.stats import Stats
 from mlx_eagle.drafters.lookup import LookupDrafter
 from mlx_eagle.drafters.model_drafter import ModelDrafter
-from mlx_eagle.drafters.pairs import pair_for
 from mlx_eagle.drafters.tree import TreeShape
 from mlx_eagle.installation import NAME, WORKS_WITH
 
@@ -556,28 +555,44 @@ def test_each_model_gets_a_drafter_of_its_own_once(monkeypatch):
     opened = []
 
     def open_drafter(name, model, tokenizer):
-        opened.append((name, model))
+        opened.append((name, model, tokenizer.name_or_path))
         return ModelDrafter(model)
 
     monkeypatch.setattr("mlx_eagle.installation.open_drafter", open_drafter)
-    snapshot = named("/home/me/hub/models--mlx-community--Qwen3-8B-4bit/snapshots/0a1b2c")
     with mlx_eagle.installed(draft_model="auto"):
         for _ in range(2):
-            mlx_lm.generate(MODEL, snapshot, PROMPT, max_tokens=4)
+            mlx_lm.generate(MODEL, named("some/target"), PROMPT, max_tokens=4)
             mlx_lm.generate(SMALL, named("Qwen/Qwen3-8B"), PROMPT, max_tokens=4)
-    assert [model for _, model in opened] == [MODEL, SMALL]
-    assert {name for name, _ in opened} == {pair_for("Qwen/Qwen3-8B").head}
+    assert opened == [("auto", MODEL, "some/target"), ("auto", SMALL, "Qwen/Qwen3-8B")]
 
 
-def test_without_a_known_head_it_decodes_plainly_and_says_so_once():
+def test_without_a_known_head_it_copies_and_says_so_once(capsys):
+    """As the commands do with ``--draft-model auto``."""
     expected = mlx_lm.generate(MODEL, TOKENIZER, PROMPT, max_tokens=8)
     with mlx_eagle.installed(draft_model="auto") as installation:
-        with pytest.warns(UserWarning, match="no public head is known here for some/model"):
+        for _ in range(2):
             found = mlx_lm.generate(MODEL, named("some/model"), PROMPT, max_tokens=8)
+            assert found == expected and installation.stats is not None
+    said = capsys.readouterr().err
+    assert said.startswith("Note: no public head is known here for some/model, so drafts are cop")
+    assert said.count("\n") == 1
+
+
+def test_a_model_without_a_name_decodes_plainly_and_says_so_once():
+    expected = mlx_lm.generate(MODEL, TOKENIZER, PROMPT, max_tokens=8)
+    with mlx_eagle.installed(draft_model="auto") as installation:
+        with pytest.warns(UserWarning, match="'auto' needs the target's name"):
+            found = mlx_lm.generate(MODEL, named(""), PROMPT, max_tokens=8)
         assert found == expected and installation.stats is None
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            mlx_lm.generate(MODEL, named("some/model"), PROMPT, max_tokens=8)
+            mlx_lm.generate(MODEL, named(""), PROMPT, max_tokens=8)
+
+
+def test_a_name_in_a_call_is_refused():
+    refused = pytest.raises(ValueError, match="draft_model is the name 'auto': give what")
+    with mlx_eagle.installed(), refused:
+        mlx_lm.generate(MODEL, TOKENIZER, PROMPT, max_tokens=8, draft_model="auto")
 
 
 def test_what_our_loop_refuses_goes_to_mlx_lm():

@@ -13,10 +13,8 @@ from ..decoding.rules import RULES, check_rule_for_sampling
 from ..decoding.sampling import SamplingOptions, sampler_for
 from ..decoding.setup import AUTO, read_tree
 from ..demo.pair import load_demo
-from ..draft_models import LOOKUP, find_drafter, open_beside, split_name
+from ..draft_models import LOOKUP, find_drafter, known_pairs, open_beside, split_name
 from ..drafters.base import Drafter, NullDrafter
-from ..drafters.kinds import KINDS, own_kind
-from ..drafters.pairs import pair_for
 from ..structured import JSONSchema, Regex
 from ..system.cli_values import (
     GROUP_SIZES,
@@ -215,8 +213,8 @@ def load_pair(
     own = None
     # Plain decoding needs no head where the user named none.
     is_plain = args.num_draft_tokens == 0 and args.draft_model is None and args.model is not None
-    name = None if is_plain else with_known_head(args.draft_model, args.model)
-    find_drafter(name)
+    name = None if is_plain else default_drafter(args.draft_model, args.model)
+    find_drafter(name, args.model)
     if args.model is None:
         if args.adapter_path is not None:
             raise ValueError("--adapter-path needs --model: the demo pair has no adapters.")
@@ -232,7 +230,7 @@ def load_pair(
             trust_remote_code=args.trust_remote_code,
             dtype=args.dtype,
         )
-    drafter = open_beside(
+    _, drafter = open_beside(
         own,
         name,
         model,
@@ -241,57 +239,26 @@ def load_pair(
         draft_window=args.draft_window,
         target=args.model,
     )
-    if not is_plain:
-        say_known_head(args.draft_model, args.model)
     if args.draft_cache != "exact":
         drafter = (drafter or NullDrafter()).with_draft_cache(args.draft_cache)
     return model, tokenizer, drafter
 
 
-def with_known_head(name: str | None, model: str | None, copies: bool = True) -> str | None:
-    """Put the head of the table of pairs in the place of "auto", which is the default for a model.
+def default_drafter(name: str | None, model: str | None) -> str | None:
+    """The name of the draft model: for a model that is known, "auto" where none is named.
 
-    With ``copies`` it also copies from the text. Where the table has no head for
-    ``model``, "auto" only copies, and the default is None. Where ``model`` is None, "auto" is the
-    demo pair's own head: see ``open_beside``.
+    Says on standard error where nothing is drafted, for no drafter is known.
     """
-    head, asked = (AUTO, False) if name is None else split_name(name)
-    if head != AUTO:
+    if name is not None or model is None:
         return name
-    known = AUTO if model is None else known_drafter(model)
-    if known is None:
-        return None if name is None else LOOKUP
-    return f"{known}+{LOOKUP}" if copies or asked else known
-
-
-def say_known_head(name: str | None, model: str | None, copies: bool = True) -> None:
-    """Say on standard error what "auto" has taken, or that nothing is known by default."""
-    if model is None or (name is not None and split_name(name)[0] != AUTO):
-        return
-    known = known_drafter(model)
-    if known is None:
-        unknown = f"Note: no public head is known here for {model}, so"
-        said = (
-            f"{unknown} drafts are copied from the text: name another with --draft-model."
-            if name is not None
-            else f"{unknown} nothing is drafted: name one with --draft-model, or copy from the "
-            f"text with --draft-model {LOOKUP}."
-        )
-    elif known in KINDS:
-        said = f"Drafting with {KINDS[known].title} of the model's own"
-    else:
-        said = f"Drafting with {known} (licence: {pair_for(model).licence})"
-    if known is not None:
-        said += ", and copying what the text repeats." if copies else "."
-    print(said, file=sys.stderr)
-
-
-def known_drafter(model: str) -> str | None:
-    """The head of the table of pairs for ``model``, or what its own checkpoint has."""
-    try:
-        return pair_for(model).head
-    except ValueError:
-        return own_kind(model)
+    if next(known_pairs(model), None) is not None:
+        return AUTO
+    print(
+        f"Note: no public head is known here for {model}, so nothing is drafted: name one with "
+        f"--draft-model, or copy from the text with --draft-model {LOOKUP}.",
+        file=sys.stderr,
+    )
+    return None
 
 
 def text_options(

@@ -17,10 +17,10 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import _get_classes, get_total_parameters
 
 from ..decoding.pass_costs import TargetWeights
-from ..draft_models import LOOKUP, split_name
-from ..drafters.kinds import KINDS, kind_of, own_kind
+from ..draft_models import LOOKUP, known_pairs, split_name
+from ..drafters.kinds import KINDS, kind_of
 from ..drafters.model_drafter import NOT_LOADED
-from ..drafters.pairs import pair_for, targets_within
+from ..drafters.pairs import targets_within
 from ..drafters.target_parts import sizes_of
 from ..system.atomic_folder import user_cache
 from ..system.device import (
@@ -331,14 +331,12 @@ def _check_head(model_name: str, name: str | None, model: nn.Module) -> Finding:
 
 def _known_head(model_name: str, name: str | None) -> Finding:
     """The draft model that "auto", or no name, stands for."""
-    try:
-        pair = pair_for(model_name)
-    except ValueError as err:
-        own = own_kind(model_name)
-        if own is not None:
-            return Finding("draft model", f"{KINDS[own].title} of the target's own")
+    pair = next(known_pairs(model_name), None)
+    if pair is None:
         copies = ", so --draft-model auto copies from the text" if name else ""
-        remedy = f"{err} Or train one: mlx_eagle.train"
+        remedy = "Name one with --draft-model, or train one: mlx_eagle.train"
         return Finding("draft model", f"no public head is known{copies}", "note", remedy)
+    if pair.head == pair.kind:
+        return Finding("draft model", f"{KINDS[pair.kind].title} of the target's own")
     known = f"{pair.kind}, {pair.size}, licence: {pair.licence}"
     return Finding("draft model", f"{pair.head} ({known}) is what --draft-model auto takes")

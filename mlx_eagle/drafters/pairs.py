@@ -5,14 +5,21 @@ A table of names, and one look into it: nothing is fetched or checked here.
 
 import math
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 # What conversions append to a model's name: mlx-community/Qwen3-8B-4bit-DWQ -> Qwen3-8B
 SUFFIX = re.compile(
     r"\d+bits?|b?f16|fp(?:8|16)|mxfp\d|nvfp4|mlx|dwq|qat|q\d|g[s\d]\d+|\d{6,8}", re.IGNORECASE
 )
+# The same, and what only a model's card tells from a fine-tune: Qwen3-8B-UD-MLX-4bit, -mixed-4-6
+CONVERSION = re.compile(
+    rf"(?:{SUFFIX.pattern}|ud|optiq|mixed|hi|mtp|\d(?:\.\d+)?(?:bits?)?|o?q[xp]?\d\w*)",
+    re.IGNORECASE,
+)
+FORBIDDING = re.compile(r"\b(?:nc|nd)\b|non-?commercial|no-?derivatives", re.IGNORECASE)
+"""Licences that forbid commercial use or derivatives, which a converted head is."""
 
 BILLIONS = re.compile(r"(?<![a-z\d.])(\d+(?:\.\d+)?)b(?![a-z])", re.IGNORECASE)
 SPARSE = {
@@ -29,11 +36,40 @@ CACHE_BYTES = 1e9  # of 8k tokens in Llama-3.1-8B
 
 
 @dataclass(frozen=True)
+class Figure:
+    """Measurement that somebody published of a drafter: a hint, not ours and not comparable.
+
+    ``value`` is a speedup over the named engine's own plain decoding ("1.95-2.65x"), or another
+    figure with its unit; "-" is a precision that is not said.
+    """
+
+    value: str
+    machine: str
+    precision: str
+    source: str
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.machine == "GPU"
+
+    @property
+    def speedup(self) -> float:
+        """The lower end of a speedup on a Mac; 0 for anything else."""
+        found = re.match(r"(\d+(?:\.\d+)?)[-\d.]*x$", self.value)
+        return float(found[1]) if found and not self.on_gpu else 0.0
+
+    def __str__(self) -> str:
+        where = self.machine if self.precision == "-" else f"{self.machine}, {self.precision}"
+        return f"{self.value} ({where}: {self.source})"
+
+
+@dataclass(frozen=True)
 class Pair:
     """Hub ids of a target and of a drafter for it, which may lie in a folder of a repository.
 
-    ``licence`` is the drafter's as its page states it, "none stated" where the page has none,
-    ``kind`` as in ``kinds.py``, and ``megabytes`` what it takes as published, where that is known.
+    ``head`` is "mtp" for layers of the target's own. ``licence`` is the drafter's as its page
+    states it, "none stated" where the page has none, ``kind`` as in ``kinds.py``, ``megabytes``
+    what it takes as published, where that is known, and ``figures`` what is published of it.
     """
 
     target: str
@@ -41,6 +77,27 @@ class Pair:
     licence: str
     kind: str
     megabytes: int | None
+    figures: tuple[Figure, ...] = ()
+
+    @property
+    def is_seen(self) -> bool:
+        """Whether its layout is known: from its config, or as somebody has run it on a Mac."""
+        is_run = any(not figure.on_gpu for figure in self.figures)
+        return self.megabytes is not None or self.head == self.kind or is_run
+
+    @property
+    def is_free(self) -> bool:
+        """Whether "auto" may take it: its licence allows commercial use and derivatives."""
+        return FORBIDDING.search(self.licence) is None
+
+    @property
+    def rank(self) -> tuple[bool, bool, int, float]:
+        """The order of "auto": a speedup on a Mac, the target's own authors, figures on GPUs."""
+        best = max((figure.speedup for figure in self.figures), default=0.0)
+        is_own = self.head == self.kind or self.head.split("/")[0] == self.target.split("/")[0]
+        states = any(figure.on_gpu for figure in self.figures)
+        group = 1 if best > 1 else 2 if is_own else 3 if states else 4
+        return not self.is_free, not self.is_seen, group, -best if group == 1 else 0.0
 
     @property
     def size(self) -> str:
@@ -83,17 +140,23 @@ Qwen/Qwen3-4B
     AngelSlim/Qwen3-4B_eagle3                                      eagle3      436
     z-lab/Qwen3-4B-DFlash-b16                                      dflash     1075  MIT
     deepseek-ai/dspark_qwen3_4b_block7                             dspark     2786  none stated
+        1.98x       M4 Pro    8 bit  mlx-dspark
+    RedHatAI/Qwen3-4B-speculator.dspark                            dspark        -
 Qwen/Qwen3-8B
     RedHatAI/Qwen3-8B-speculator.eagle3                            eagle3      799
     Tengyunw/qwen3_8b_eagle3                                       eagle3      799
     AngelSlim/Qwen3-8B_eagle3                                      eagle3      799
-    RedHatAI/Qwen3-8B-speculator.peagle                            eagle3     3269
+    RedHatAI/Qwen3-8B-speculator.peagle                            eagle3     3269  Apache-2.0
     z-lab/Qwen3-8B-DFlash-b16                                      dflash     2097  MIT
     deepseek-ai/dspark_qwen3_8b_block7                             dspark     4742  none stated
+        2.19x       M4 Pro    8 bit  mlx-dspark
+    RedHatAI/Qwen3-8B-speculator.dflash                            dflash        -
+    RedHatAI/Qwen3-8B-speculator.dflash2                           dflash2       -
 Qwen/Qwen3-14B
     RedHatAI/Qwen3-14B-speculator.eagle3                           eagle3     1219
     AngelSlim/Qwen3-14B_eagle3                                     eagle3     1219
     deepseek-ai/dspark_qwen3_14b_block7                            dspark     6833  none stated
+        2.03x       M4 Pro    8 bit  mlx-dspark
 Qwen/Qwen3-32B
     RedHatAI/Qwen3-32B-speculator.eagle3                           eagle3     1565
     AngelSlim/Qwen3-32B_eagle3                                     eagle3     1565
@@ -102,6 +165,7 @@ Qwen/Qwen3-30B-A3B
     Tengyunw/qwen3_30b_moe_eagle3                                  eagle3      366
 Qwen/Qwen3-30B-A3B-Instruct-2507
     lmsys/SGLang-EAGLE3-Qwen3-30B-A3B-Instruct-2507-SpecForge-Nex  eagle3      366
+    RedHatAI/Qwen3-30B-A3B-Instruct-2507-speculator.eagle3         eagle3      366
 Qwen/Qwen3-Coder-30B-A3B-Instruct
     JinnP/SGLang-EAGLE3-Qwen3-Coder-30B-A3B-Instruct               eagle3      366  Apache-2.0
     z-lab/Qwen3-Coder-30B-A3B-DFlash                               dflash      948  MIT
@@ -111,33 +175,66 @@ Qwen/Qwen3-Coder-Next
     thoughtworks/Qwen3-Coder-Next-Eagle3                           eagle3      290  Apache-2.0
     z-lab/Qwen3-Coder-Next-DFlash                                  dflash      948  MIT
 Qwen/Qwen3.5-0.8B
+    mtp                                                            mtp           -  the target's
     satgeze/Qwen3.5-0.8B-DSpark                                    dspark        -  Apache-2.0
+        0.96x       M4 Pro    8 bit  mlx-dspark
 Qwen/Qwen3.5-4B
+    mtp                                                            mtp           -  the target's
+        1.18x       a Mac     bf16   mlx-vlm 1167
+        1.32x       a Mac     4 bit  mlx-vlm 1167
+        0.65x       M3 Ultra  4 bit  Rapid-MLX 3115
     z-lab/Qwen3.5-4B-DFlash                                        dflash     1269  MIT
+        1.73x       M4 Max    bf16   Aryagm/dflash-mlx 2
 Qwen/Qwen3.5-9B
+    mtp                                                            mtp           -  the target's
+        1.51x       M4 Max    4 bit  source not kept
     BLR2/Qwen3.5-9B-Eagle3-ShareGPT                                eagle3      799
     z-lab/Qwen3.5-9B-DFlash                                        dflash     2584  MIT
+        3.3-4.1x    M5 Max    bf16   dflash-mlx
+        1.12-1.67x  M4 Max    6 bit to bf16  Aryagm/dflash-mlx 2
 Qwen/Qwen3.5-27B
-    VirVen/Qwen3.5-27B-EAGLE3-v2                                   eagle3        -
+    mtp                                                            mtp           -  the target's
+    VirVen/Qwen3.5-27B-EAGLE3-v2/compressed                        eagle3        -
     z-lab/Qwen3.5-27B-DFlash                                       dflash     4257  MIT
+        1.95x       a Mac     4 bit  dflash-mlx 30
 Qwen/Qwen3.5-35B-A3B
+    mtp                                                            mtp           -  the target's
     z-lab/Qwen3.5-35B-A3B-DFlash                                   dflash      772  MIT
 Qwen/Qwen3.5-122B-A10B
+    mtp                                                            mtp           -  the target's
     z-lab/Qwen3.5-122B-A10B-DFlash                                 dflash     1548  MIT
+Qwen/Qwen3.5-397B-A17B
+    mtp                                                            mtp           -  the target's
+    AQ-MedAI/Qwen3.5-397B-A17B-eagle3                              eagle3        -
 Qwen/Qwen3.6-27B
-    Ex0bit/Qwen3.6-27B-PRISM-EAGLE3/compressed                     eagle3     1100
+    mtp                                                            mtp           -  the target's
+        2.69x       M5 Max    -      source not kept
+        1.74x       a Mac     4 bit  mlx-vlm 1167
+    Ex0bit/Qwen3.6-27B-PRISM-EAGLE3/compressed                     eagle3     1100  Apache-2.0
     z-lab/Qwen3.6-27B-DFlash                                       dflash     3460  MIT
     satgeze/Qwen3.6-27B-DSpark                                     dspark     8800
+        2.29x       M5 Max    -      source not kept
+        1.96-2.67x  M4 Pro    8 bit  mlx-dspark
 Qwen/Qwen3.6-35B-A3B
+    mtp                                                            mtp           -  the target's
     RedHatAI/Qwen3.6-35B-A3B-speculator.dspark                     dspark     1900  Apache-2.0
+        1.27-1.67x  M4 Pro    4 bit  mlx-dspark
     z-lab/Qwen3.6-35B-A3B-DFlash                                   dflash      772  MIT
+        2.61-3.24x  M3 Ultra  8 bit  Rapid-MLX 472
     incoai/Qwen3.6-35B-A3B-DFlash2                                 dflash2    1053
 Qwen/Qwen3.8-27B
+    mtp                                                            mtp           -  the target's
+        1.19-1.5x   M5 Max    4 bit  mlxcel 1203, 1185
     incoai/Qwen3.8-27B-DFlash2                                     dflash2    3849  Apache-2.0
+        2.79-4.06x  M4 Pro    8 bit  mlx-dspark
+        1.68-2.63x  M4 Pro    4 bit  mlx-dspark
     z-lab/Qwen3.8-27B-DFlash2                                      dflash2    3849  Apache-2.0
     RedHatAI/Qwen3.8-27B-speculator.dspark                         dspark     3977  Apache-2.0
+        5.23-5.55 tokens a round  GPU       -      source not kept
     RadixArk/Qwen3.8-27B-DSpark                                    dspark     3715  other
+        2.72-2.92x  M4 Pro    8 bit  mlx-dspark
     DimInfer/Qwen3.8-27B-Dspark-v1                                 dspark     3715  Apache-2.0
+        1.99-2.01x  M4 Pro    4 bit  mlx-dspark
 openai/gpt-oss-20b
     zhuyksir/EAGLE3-gpt-oss-20b-bf16                               eagle3      615
     RedHatAI/gpt-oss-20b-speculator.eagle3                         eagle3      366
@@ -150,18 +247,31 @@ openai/gpt-oss-120b
     z-lab/gpt-oss-120b-DFlash                                      dflash     1570  MIT
 google/gemma-4-31B-it
     RedHatAI/gemma-4-31B-it-speculator.eagle3                      eagle3     1652
-    RedHatAI/gemma-4-31B-it-speculator.dflash2                     dflash2       -
+        1.50x       a Mac     8 bit  mlx-vlm 1180
+        1.30x       M4 Pro    -      source not kept
+    RedHatAI/gemma-4-31B-it-speculator.dflash2                     dflash2       -  Apache-2.0
     google/gemma-4-31B-it-assistant                                assistant   939  Apache-2.0
+        1.95-2.65x  M3 Ultra  4 bit  mlxcel 1217, 1254
+        1.2-1.4x    M5 Max    -      source not kept
+        <1x         M1 Ultra  -      source not kept
+        0.65-1.00x  a Mac     4 bit  mlx-vlm 1121
     z-lab/gemma-4-31B-it-DFlash                                    dflash     3072
+    RedHatAI/gemma-4-31B-it-speculator.dspark                      dspark        -
+    RedHatAI/gemma-4-31B-it-speculator.dflash                      dflash        -
 google/gemma-4-26B-A4B-it
     RedHatAI/gemma-4-26B-A4B-it-speculator.eagle3                  eagle3      486
+        1.14x       a Mac     4 bit  mlx-vlm 1180
     google/gemma-4-26B-A4B-it-assistant                            assistant   839  Apache-2.0
+        1.21x       M2 Max    4 bit  source not kept
     makora-ai/gemma4-26b-a4b-dspark                                dspark     2411  Apache-2.0
+        1.27x       M4 Pro    8 bit  mlx-dspark
     z-lab/gemma-4-26B-A4B-it-DFlash                                dflash      859  Apache-2.0
 google/gemma-4-12B-it
     google/gemma-4-12B-it-assistant                                assistant   846  Apache-2.0
+        1.1-1.4x    M1 Ultra  -      source not kept
     z-lab/gemma4-12B-it-DFlash                                     dflash     1455  none stated
     deepseek-ai/dspark_gemma4_12b_block7                           dspark     6861  none stated
+        3.25x       M4 Pro    8 bit  mlx-dspark
 google/gemma-4-E4B-it
     google/gemma-4-E4B-it-assistant                                assistant   159  Apache-2.0
     rasyosef/gemma-4-E4B-it-dspark                                 dspark        -
@@ -170,21 +280,39 @@ google/gemma-4-E2B-it
     rasyosef/gemma-4-E2B-it-dspark                                 dspark      500  Apache-2.0
 LiquidAI/LFM2.5-1.2B-Instruct
     LiquidAI/LFM2.5-1.2B-Instruct-DSpark                           dspark        -  lfm1.0
+        2.44-3.78x  M4 Pro    bf16   mlx-dspark
 LiquidAI/LFM2.5-2.6B
     LiquidAI/LFM2.5-2.6B-DSpark                                    dspark      655  lfm1.0
+        2.11-3.37x  M4 Pro    bf16   mlx-dspark
 LiquidAI/LFM2.5-8B-A1B
     LiquidAI/LFM2.5-8B-A1B-DSpark                                  dspark      655  lfm1.0
+        1.3x        M4 Pro    bf16   mlx-dspark
+        <1x         M4 Pro    8 bit  mlx-dspark
 LiquidAI/LFM2.5-24B-A2B
     LiquidAI/LFM2.5-24B-A2B-DSpark                                 dspark        -  lfm1.0
 meta-models/Muse-Glimmer-30B
     meta-models/Muse-Glimmer-30B-assistant                         dflash     5112  Apache-2.0
     DaoCloud/Muse-Glimmer-30B-DSpark                               dspark        -
+        2.22-3.27x  M4 Pro    8 bit  mlx-dspark
     z-lab/Muse-Glimmer-30B-DFlash2                                 dflash2    5544  Apache-2.0
+Nanbeige/Nanbeige4.2-3B
+    Nanbeige/Nanbeige4.2-3B-DSpark                                 dspark        -
+        2.02-4.25x  M4 Pro    bf16   mlx-dspark
+nvidia/NVIDIA-Nemotron-3.5-Lightning-30B-A3B-BF16
+    mlx-community/NVIDIA-Nemotron-3.5-Lightning-30B-A3B-DSpark-bf16 dspark        -
+        1.07-1.34x  M4 Pro    4 bit  mlx-dspark
+deepreinforce-ai/Ornith-1.0-9B
+    stanleyphoong/Ornith-1.0-9B-DSpark                             dspark        -
+        2.21-2.53x  M4 Pro    8 bit  mlx-dspark
+JetBrains/Mellum2-12B-A2.5B-Thinking
+    RedHatAI/Mellum2-12B-A2.5B-Thinking-speculator.dflash          dflash        -  Apache-2.0
 openbmb/MiniCPM4-8B
     linglingdan/Eagle3_for_MiniCPM4                                eagle3      735
 openbmb/MiniCPM5-2B
     openbmb/MiniCPM5-2B-DSpark                                     dspark      648
+        4.85 tokens a round  GPU       -      source not kept
 zai-org/GLM-5.1
+    mtp                                                            mtp           -  the target's
     AQ-MedAI/GLM-5.1-eagle3                                        eagle3        -
 MiniMaxAI/MiniMax-M2.5
     thoughtworks/MiniMax-M2.5-Eagle3                               eagle3      486
@@ -204,27 +332,38 @@ moonshotai/Kimi-K2.7-Code
     lightseekorg/kimi-k2.7-coder-eagle3.1-mla                      eagle3        -
 mistralai/Mistral-Small-4-119B-2603
     mistralai/Mistral-Small-4-119B-2603-eagle                      eagle3      392
+    RedHatAI/Mistral-Small-4-119B-2603-speculator.dspark           dspark        -
+    RedHatAI/Mistral-Small-4-119B-2603.dflash                      dflash        -
 mistralai/Mistral-Medium-3.5-128B
     mistralai/Mistral-Medium-3.5-128B-EAGLE                        eagle3     3070
 """
 """Targets, and below each its drafters: hub id, kind, megabytes, licence where its page has one.
 
-Of several for a target, the first is what ``auto`` takes.
+"mtp" stands for layers of the target's own. Below a drafter is what is published of it: a figure,
+the machine (GPU where it is no Mac), the precision and the source, two blanks between them.
+``Pair.rank`` says in which order "auto" takes them.
 """
 
 
-def _pairs(table: str) -> Iterator[Pair]:
+def read_table(table: str) -> tuple[Pair, ...]:
+    """The pairs of such a table, those of a target in the order in which "auto" takes them."""
+    found: list[Pair] = []
     target = ""
     for line in filter(None, table.splitlines()):
         if not line.startswith(" "):
             target = line
-            continue
-        head, kind, size, *said = line.split(maxsplit=3)
-        licence = said[0] if said else "see its page"
-        yield Pair(target, head, licence, kind, None if size == "-" else int(size))
+        elif not line.startswith(" " * 8):
+            head, kind, size, *said = line.split(maxsplit=3)
+            licence = said[0] if said else "see its page"
+            found.append(Pair(target, head, licence, kind, None if size == "-" else int(size)))
+        else:
+            figure = Figure(*re.split("  +", line.strip()))
+            found[-1] = replace(found[-1], figures=(*found[-1].figures, figure))
+    targets = list(dict.fromkeys(pair.target for pair in found))
+    return tuple(sorted(found, key=lambda pair: (targets.index(pair.target), pair.rank)))
 
 
-PAIRS = tuple(_pairs(TABLE))
+PAIRS = read_table(TABLE)
 
 
 def plain_name(model: str) -> str:
@@ -238,19 +377,23 @@ def plain_name(model: str) -> str:
     return "-".join(parts).lower().removeprefix("meta-")
 
 
-def pair_for(model: str) -> Pair:
-    """The first pair whose target ``model`` is, a hub id or a folder of that name.
+def is_named_after(model: str, base: str) -> bool:
+    """Whether a name is another's with words of a conversion behind it, and no others.
 
-    Raises ValueError where the table has none.
+    "Qwen3-8B-UD-MLX-4bit" is named after "Qwen/Qwen3-8B", "Qwen3-8B-abliterated-4bit" is not.
+    """
+    name = Path(model).name.lower().removeprefix("meta-")
+    rest = name.removeprefix(plain_name(base))
+    return rest != name and all(map(CONVERSION.fullmatch, filter(None, rest.split("-"))))
+
+
+def pairs_for(model: str) -> list[Pair]:
+    """The pairs whose target ``model`` is, a hub id or a folder of that name, "auto"'s first.
+
+    Without those that their licence keeps from it.
     """
     name = plain_name(model)
-    for pair in PAIRS:
-        if plain_name(pair.target) == name:
-            return pair
-    raise ValueError(
-        f"no public head is known here for {model}: name one with --draft-model, or see the "
-        "known pairs with mlx_eagle.generate --list."
-    )
+    return [pair for pair in PAIRS if pair.is_free and plain_name(pair.target) == name]
 
 
 def drafters_for(texts: Sequence[str]) -> tuple[str, list[str]]:
@@ -304,9 +447,10 @@ def pair_lines() -> list[str]:
         "  ".join(f"{text:{width}}" for text, width in zip(row, widths, strict=True))
         for row in rows
     ]
+    said = ["; ".join(map(str, pair.figures)) for pair in PAIRS]
     return [
-        "Known public drafters (target, drafter, kind, size, licence of the drafter); "
-        "--draft-model auto takes the first for --model.",
+        "Known public drafters (target, drafter, kind, size, licence of the drafter, what others "
+        "publish of it); --draft-model auto takes the first for --model.",
         "Collected from their pages and not measured by us.",
-        *(f"  {line}".rstrip() for line in lines),
+        *(f"  {line}  {text}".rstrip() for line, text in zip(lines, said, strict=True)),
     ]

@@ -24,8 +24,8 @@ from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..system.atomic_folder import locked, user_cache
-from ..system.hub import REPO_ID, FileMissing, fetch, read_range
-from ..system.json_file import read_published, read_weight_map
+from ..system.hub import REPO_ID, FileMissing, fetch, read_range, snapshot_of
+from ..system.json_file import parse_object, read_bytes, read_weight_map
 from ..system.progress import Bar
 from ..system.safetensors import Entry, header_length, parse_header, read_header
 from ..target.sharding import find_stage
@@ -156,6 +156,7 @@ CONFIG = "config.json"
 FRONT = re.compile(r"\A---\s*\n(.*?)\n---", re.DOTALL)
 MLX = re.compile(r"^(?:library_name: *|- *)mlx *$", re.MULTILINE)
 QUANTIZED = re.compile(r"^base_model_relation: *[\"']?quantized", re.MULTILINE)
+TUNED = re.compile(r"^base_model_relation: *[\"']?(?:finetune|merge|adapter)", re.MULTILINE)
 BASE_MODEL = re.compile(r"^base_model: *(?:\n *- *)?[\"']?([\w.-]+/[\w.-]+)", re.MULTILINE)
 MOST_STEPS = 3  # from a model to the one that it was made from
 WHOLE = 0.5  # the share of a file's bytes from which on all of it is fetched, as the hub keeps it
@@ -411,12 +412,17 @@ def made_from(source: str) -> tuple[str | None, bool]:
     By its card, else by its config; None where neither names one.
     """
     folder = Path(source).expanduser()
+    repo, commit = snapshot_of(source)
     if not folder.is_dir():
         folder = fetch(source, (CARD, CONFIG))
+    elif commit is not None:
+        with suppress(ValueError):  # the card, which mlx-lm does not download
+            fetch(repo, (CARD,), commit)
     text, card = (_text(folder / name) for name in (CONFIG, CARD))
     front = FRONT.match(card)
     lines = front[1] if front is not None else ""
     is_same = MLX.search(lines) or QUANTIZED.search(lines) or '"quantization' in text
+    is_same = is_same and not TUNED.search(lines)
     base = BASE_MODEL.search(lines)
     named = base[1] if base is not None else read_target_config(source).get("_name_or_path")
     is_other = isinstance(named, str) and REPO_ID.fullmatch(named) and named != source

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
-from ..commands.flags import say_known_head, with_known_head
+from ..commands.flags import default_drafter
 from ..draft_models import find_drafter
 from ..system.device import prepare_device
 from ..system.exit_codes import INTERRUPTED, run_command
@@ -93,11 +93,9 @@ def run(args: argparse.Namespace) -> None:
     collector = open_collector(args)
     cache = open_prompt_cache(args)
     prepare_device()
-    named = args.draft_model
-    is_plain = args.num_draft_tokens == 0
-    if named is not None or not is_plain:
-        args.draft_model = with_known_head(named, args.model)
-        find_drafter(args.draft_model)
+    if args.num_draft_tokens != 0:
+        args.draft_model = default_drafter(args.draft_model, args.model)
+    find_drafter(args.draft_model, args.model)
     logging.basicConfig(level=args.log_level, format="%(asctime)s - %(levelname)s - %(message)s")
     maybe_set_recommended_wired_limit()
     with StopSignals() as signals:
@@ -110,8 +108,6 @@ def run(args: argparse.Namespace) -> None:
                         print("\ninterrupted", file=sys.stderr, flush=True)
                         os._exit(INTERRUPTED)
                 generator.check_loaded()
-                if named is not None or not is_plain:
-                    say_known_head(named, args.model)
                 serve(server, generator, signals)
         finally:
             generator.stop(signals.wait)

@@ -105,7 +105,7 @@ class PairProvider(ModelProvider):
             check_target(locate(model_path, DEFAULT_ALLOW_PATTERNS))
             super()._load(model_path, adapter_path)
             self.model = set_precision(self.model, self.cli_args.dtype)
-        self.draft_model = open_beside(
+        name, self.draft_model = open_beside(
             drafter,
             draft_model_path,
             self.model,
@@ -114,6 +114,8 @@ class PairProvider(ModelProvider):
             draft_window=self.cli_args.draft_window,
             target=model_path,
         )
+        self.cli_args.draft_model = name  # of what "auto" stands for
+        self.draft_names.add(name)
         if self.draft_model is not None and self.draft_model.copies is not None:
             self.draft_model.copies.answers = self.answers
         if self.cli_args.tree is not None:

@@ -20,6 +20,7 @@ from huggingface_hub.utils import build_hf_headers
 HTTP_ERROR = HfHubHTTPError.__bases__[0]
 TIMEOUT = 30.0  # seconds without a byte
 REPO_ID = re.compile(r"[\w.-]+/[\w.-]+")
+SNAPSHOT = re.compile(r".*/models--([^/]+?)--([^/]+)/snapshots/([^/]+)/?")
 EAGLE_4 = re.compile(r"eagle[-_. ]?4(?![\db])", re.IGNORECASE)  # not 4bit, 4B, 4096
 # A GGUF file of a repository, or a folder.
 INSIDE = re.compile(rf"(?P<repo>{REPO_ID.pattern})/(?P<name>[\w./-]+\.gguf|\w[\w-]*)")
@@ -86,6 +87,12 @@ def fetch(repo: str, patterns: Sequence[str], revision: str | None = None) -> Pa
     refuse_eagle_4(repo, repo)
     with explained(repo, revision):
         return Path(snapshot_download(repo, revision=revision, allow_patterns=list(patterns)))
+
+
+def snapshot_of(place: str) -> tuple[str, str | None]:
+    """The repository and the commit of a folder in the hub's cache; any other place as it is."""
+    found = SNAPSHOT.fullmatch(place)
+    return (place, None) if found is None else (f"{found[1]}/{found[2]}", found[3])
 
 
 def read_range(repo: str, name: str, start: int, end: int, commit: str) -> tuple[bytes, int]:

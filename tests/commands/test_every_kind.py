@@ -28,7 +28,7 @@ from mlx_eagle.convert import convert, pipeline
 from mlx_eagle.convert.check_acceptance import measure_acceptance
 from mlx_eagle.doctor import __main__ as doctor
 from mlx_eagle.drafters.kinds import KINDS
-from mlx_eagle.drafters.pairs import pair_for
+from mlx_eagle.drafters.pairs import pairs_for
 
 TOKENIZER = byte_tokenizer()
 LEARNED = ("eagle3", "dflash", "dflash2", "dspark", "liquid", "muse")
@@ -208,7 +208,7 @@ def test_the_doctor_says_what_it_is_and_that_it_fits(folders, capsys, kind):
 def test_the_doctor_says_what_auto_takes(folders, capsys, tmp_path):
     (tmp_path / "Qwen3-8B").symlink_to(folders[0]("llama"))
     doctor.main(["--model", str(tmp_path / "Qwen3-8B")])
-    pair = pair_for("Qwen3-8B")
+    pair = pairs_for("Qwen3-8B")[0]
     said = f"{pair.head} ({pair.kind}, {pair.size}, licence: {pair.licence}) is what"
     assert said in " ".join(capsys.readouterr().out.split())
 

@@ -1,6 +1,7 @@
 """Where MTP layers are found: in a target's shards, or in a folder of their own."""
 
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
@@ -21,6 +22,7 @@ from mtp_checkpoints import (
 
 import mlx_eagle
 from mlx_eagle.commands import flags
+from mlx_eagle.draft_models import open_named
 from mlx_eagle.drafters.kinds import recognise
 from mlx_eagle.drafters.mtp import load_mtp, make_mtp_head
 from mlx_eagle.drafters.mtp_layers import with_final_norms
@@ -192,16 +194,31 @@ def test_the_commands_open_them(tmp_path, monkeypatch):
 
 def test_auto_takes_them_where_no_head_is_known(tmp_path, capsys):
     folder = write_checkpoint(tmp_path / "Some-Qwen", QWEN)
-    assert flags.with_known_head("auto", str(folder), copies=False) == "mtp"
-    assert flags.with_known_head("auto+lookup", str(folder)) == "mtp+lookup"
-    assert flags.with_known_head(None, str(folder)) == "mtp+lookup"
-    flags.say_known_head("auto", str(folder))
-    assert capsys.readouterr().err == (
-        "Drafting with an MTP layer of the model's own, and copying what the text repeats.\n"
+    opened = partial(open_named, model=QWEN.target, target=folder)
+    for name, copies, expected in (
+        ("auto", False, "mtp"),
+        ("auto", True, "mtp+lookup"),
+        ("auto+lookup", False, "mtp+lookup"),
+    ):
+        found, drafter = opened(name, copies=copies)
+        assert found == expected and (drafter.copies is not None) == ("+" in found)
+        check_layers(drafter, QWEN)
+    assert flags.default_drafter(None, str(folder)) == "auto"
+    assert capsys.readouterr().err.endswith(
+        "Drafting with an MTP layer of the model's own (licence: the target's), and copying what "
+        "the text repeats.\n"
     )
     write_config(folder, {"model_type": "llama", "num_hidden_layers": 2})
-    assert flags.with_known_head(None, str(folder)) is None
-    assert flags.with_known_head("auto", str(folder)) == "lookup"
+    assert flags.default_drafter(None, str(folder)) is None
+    assert opened("auto")[0] == "lookup"
+
+
+def test_auto_of_an_installation_takes_them(tmp_path):
+    folder = write_checkpoint(tmp_path / "Some-Qwen", QWEN)
+    tokenizer = byte_tokenizer()
+    tokenizer._tokenizer.name_or_path = str(folder)
+    with mlx_eagle.installed(draft_model="auto") as installation:
+        check_layers(installation.default_for(QWEN.target, tokenizer), QWEN)
 
 
 FLASH, NEMOTRON = FAMILIES["glm-4.7-flash"](), FAMILIES["nemotron-h"]()

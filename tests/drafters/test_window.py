@@ -261,7 +261,7 @@ def test_what_cannot_have_a_window_is_told():
         open_beside(LookupDrafter(), None, MODEL, draft_window=8)
     with pytest.raises(ValueError, match=r"^--draft-window is 0: give"):
         DRAFT_WINDOW.check(0)
-    assert open_beside(tiny_head(MODEL), None, MODEL, draft_window=8).draft_window == 8
+    assert open_beside(tiny_head(MODEL), None, MODEL, draft_window=8)[1].draft_window == 8
 
 
 def test_a_text_shorter_than_the_window_can_be_trimmed():

@@ -165,7 +165,7 @@ HEADS = {
         published=800,
         assumed="sizes, the target's, as in the trainer's templates: they come to its file's",
     ),
-    "VirVen/Qwen3.5-27B-EAGLE3-v2": head(
+    "VirVen/Qwen3.5-27B-EAGLE3-v2/compressed": head(
         64,
         5120,
         17408,
@@ -730,7 +730,20 @@ MISTRAL = {
 }
 """Depth of the target, and ``params.json``: the target's own but for the number of layers."""
 
+NO_PAGE = "its page states no sizes, and no config of it was found"
 NOT_FOUND = {
     "LiquidAI/LFM2.5-24B-A2B-DSpark": "neither it nor its target is on any page that was found",
+    "AQ-MedAI/Qwen3.5-397B-A17B-eagle3": NO_PAGE,
+    "Nanbeige/Nanbeige4.2-3B-DSpark": NO_PAGE,
+    "RedHatAI/Mellum2-12B-A2.5B-Thinking-speculator.dflash": NO_PAGE,
+    "RedHatAI/Mistral-Small-4-119B-2603-speculator.dspark": NO_PAGE,
+    "RedHatAI/Mistral-Small-4-119B-2603.dflash": NO_PAGE,
+    "RedHatAI/Qwen3-4B-speculator.dspark": NO_PAGE,
+    "RedHatAI/Qwen3-8B-speculator.dflash": NO_PAGE,
+    "RedHatAI/Qwen3-8B-speculator.dflash2": NO_PAGE,
+    "RedHatAI/gemma-4-31B-it-speculator.dflash": NO_PAGE,
+    "RedHatAI/gemma-4-31B-it-speculator.dspark": NO_PAGE,
+    "mlx-community/NVIDIA-Nemotron-3.5-Lightning-30B-A3B-DSpark-bf16": NO_PAGE,
+    "stanleyphoong/Ornith-1.0-9B-DSpark": NO_PAGE,
 }
 """Drafters of the table that have no row of sizes, and why."""
