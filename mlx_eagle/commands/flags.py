@@ -9,6 +9,7 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..decoding.pass_costs import EXPECTED, expert_layers
 from ..decoding.rules import RULES, check_rule_for_sampling
 from ..decoding.sampling import SamplingOptions, sampler_for
 from ..decoding.setup import AUTO, read_tree
@@ -239,6 +240,7 @@ def load_pair(
         draft_window=args.draft_window,
         target=args.model,
     )
+    say_experts(model, None if args.num_draft_tokens == 0 else drafter)
     if args.draft_cache != "exact":
         drafter = (drafter or NullDrafter()).with_draft_cache(args.draft_cache)
     return model, tokenizer, drafter
@@ -259,6 +261,12 @@ def default_drafter(name: str | None, model: str | None) -> str | None:
         file=sys.stderr,
     )
     return None
+
+
+def say_experts(model: nn.Module, drafter: Drafter | None) -> None:
+    """Say on standard error what to expect where a mixture of experts is drafted for."""
+    if drafter is not None and expert_layers(model):
+        print(f"Note: {EXPECTED}.", file=sys.stderr)
 
 
 def text_options(

@@ -16,7 +16,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import _get_classes, get_total_parameters
 
-from ..decoding.pass_costs import TargetWeights
+from ..decoding.pass_costs import EXPECTED, TargetWeights
 from ..draft_models import LOOKUP, known_pairs, split_name
 from ..drafters.kinds import KINDS, kind_of
 from ..drafters.model_drafter import NOT_LOADED
@@ -242,6 +242,8 @@ def check_passes(machine: Machine, model: nn.Module) -> list[Finding]:
     else:
         text = pass_words(machine, weights)
     found = [Finding("passes", text)]
+    if weights.experts is not None:
+        found.append(Finding("experts", EXPECTED))
     if machine.backend == "metal":
         found += [Finding("attention", attention_words(*sizes)) for sizes in head_sizes(model)]
     return found

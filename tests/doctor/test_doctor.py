@@ -124,7 +124,8 @@ def test_real_targets_nested_configurations_too(tmp_path, monkeypatch, name):
     findings = checks.expect(target, None)
     found = {finding.name: finding.text for finding in findings}
     assert f"{billions} B parameters" in found["model"] and f": {gigabytes} GB" in found["model"]
-    assert ("experts" in found["passes"]) == ("experts" in str(config))
+    assert ("experts" in found["passes"]) == ("experts" in str(config)) == ("experts" in found)
+    assert "1.0 to 1.15x" in found.get("experts", "1.0 to 1.15x")
     said = [finding.text for finding in findings if finding.name == "attention"]
     assert [int(text.split()[2].strip(":")) for text in said] == [size for size, _ in heads]
     for text, (_, rows) in zip(said, heads, strict=True):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from architectures import build
 from checkpoints import CONFIG, as_midlayer, eagle3_tensors, write_safetensors
 from helpers import PROMPT, byte_tokenizer, plain, speculative, tiny_llama
 from hub import running_hub, use_hub
@@ -16,6 +17,7 @@ import mlx_eagle
 from mlx_eagle import draft_models as drafters
 from mlx_eagle.commands import flags
 from mlx_eagle.commands import generate as program
+from mlx_eagle.decoding.pass_costs import expert_layers
 from mlx_eagle.drafters import pairs
 from mlx_eagle.drafters.eagle3 import Eagle3Drafter
 from mlx_eagle.drafters.kinds import KINDS
@@ -143,6 +145,7 @@ def run(monkeypatch, capsys):
     monkeypatch.setattr(flags, "prepare_device", lambda: None)
     monkeypatch.setattr(flags, "load_demo", lambda **_: demo)
     monkeypatch.setattr(flags, "find_drafter", lambda *_: None)
+    monkeypatch.setattr(flags, "expert_layers", lambda model: [])
     monkeypatch.setattr(drafters, "own_kind", lambda target: None)
     monkeypatch.setattr(drafters, "made_from", lambda source: (None, False))
 
@@ -193,6 +196,17 @@ def test_without_a_known_head_it_decodes_plainly_with_one_note(run):
 def test_plain_decoding_looks_for_no_head(run):
     code, opened, said = run("--model", "Qwen/Qwen3-8B", "--num-draft-tokens", "0")
     assert code == 0 and opened == [("Qwen/Qwen3-8B", "tokenizer", None)] and said.err == ""
+
+
+@pytest.mark.parametrize("k", ["3", "0"])
+def test_what_to_expect_of_a_mixture_of_experts(run, monkeypatch, k):
+    monkeypatch.setattr(flags, "expert_layers", expert_layers)
+    for architecture in ("mixtral", "llama"):
+        model = build(architecture)
+        monkeypatch.setattr(flags, "load", lambda *_, model=model, **__: (model, "tokenizer"))
+        said = run("--model", "a/b", "--draft-model", "some/head", "--num-draft-tokens", k)[2].err
+        is_said = architecture == "mixtral" and k != "0"
+        assert ("expect 1.0 to 1.15x" in said) == is_said and said.count("\n") == is_said
 
 
 @pytest.mark.parametrize("own", [None, "mtp"])
