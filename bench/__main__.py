@@ -10,22 +10,22 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from mlx_eagle.commands.flags import known_drafter, say_known_head, with_known_head
 from mlx_eagle.decoding.setup import AUTO
 from mlx_eagle.demo.pair import load_demo
-from mlx_eagle.draft_models import find_drafter, open_beside, split_name
+from mlx_eagle.draft_models import find_drafter, known_pairs, open_beside, split_name
 from mlx_eagle.drafters.base import Drafter
-from mlx_eagle.drafters.pairs import pair_for
 from mlx_eagle.system.device import prepare_device
-from mlx_eagle.system.exit_codes import run_command
+from mlx_eagle.system.exit_codes import USER_ERRORS, run_command
 from mlx_eagle.system.loading import context_size, load
 from mlx_eagle.system.progress import open_bar
 
 from . import conditions
 from .flags import (
+    ALL,
     Settings,
     build_parser,
     check_contexts,
@@ -133,12 +133,10 @@ def open_measurement(
 def load_models(args: argparse.Namespace) -> tuple[Models, dict[str, str]]:
     """The models that the flags name, and their names for the report."""
     names = dict(DEMO_NAMES)
-    wanted = draft_names(args) or (None if args.model is None else AUTO,)
-    if not draft_names(args) and args.model is not None and known_drafter(args.model) is None:
-        pair_for(args.model)  # raises the error that there is none
-    heads = {name: with_known_head(name, args.model, copies=False) for name in wanted}
-    for head in heads.values():
-        find_drafter(head)
+    takes_all = ALL in draft_names(args)
+    wanted = wanted_names(args)
+    for name in () if takes_all else wanted:
+        find_drafter(name, args.model)
     if args.model is None:
         model, tokenizer, own = load_demo(dtype=args.dtype)
     else:
@@ -146,17 +144,25 @@ def load_models(args: argparse.Namespace) -> tuple[Models, dict[str, str]]:
         own = None
         names["model"] = args.model
     drafters = {}
-    for given, head in heads.items():
-        drafter = open_beside(
-            own, head, model, tokenizer, draft_window=args.draft_window, target=args.model
-        )
-        say_known_head(given, args.model, copies=False)
-        name = head or AUTO
+    for given in wanted:
+        try:
+            opened, drafter = open_beside(
+                own, given, model, tokenizer, draft_window=args.draft_window, target=args.model,
+                copies=False,
+            )  # fmt: skip
+        except USER_ERRORS as err:
+            if not takes_all:
+                raise
+            print(f"{given} is left out: {' '.join(str(err).split())}", file=sys.stderr)
+            continue
+        name = opened or AUTO
         if split_name(name)[0] == AUTO:
             name = name.replace(AUTO, DEMO_NAMES["head"])
         if name in drafters:
             raise ValueError(f"--draft-model names {name} twice: give every draft model once.")
         drafters[name] = drafter
+    if not drafters:
+        raise ValueError(f"no known drafter of {args.model} can be opened: name another.")
     names["head"] = ", ".join(drafters)
     if args.draft_window is not None:
         names["head"] += f", draft window {args.draft_window}"
@@ -171,6 +177,29 @@ def load_models(args: argparse.Namespace) -> tuple[Models, dict[str, str]]:
                 "target's tokenizer."
             )
     return Models(model, tokenizer, with_short_names(drafters), compared), names
+
+
+def wanted_names(args: argparse.Namespace) -> list[str | None]:
+    """The names in ``--draft-model``, with those of all known drafters in place of "auto:all".
+
+    None is the demo head. Raises ValueError where no drafter is known for the target.
+    """
+    given = draft_names(args)
+    if given and ALL not in given:
+        return list(given)
+    if args.model is None:
+        if given:
+            raise ValueError(f"--draft-model {ALL} needs --model: the demo pair has one drafter.")
+        return [None]
+    known = [pair.head for pair in known_pairs(args.model)]
+    if not known:
+        raise ValueError(
+            f"no public head is known here for {args.model}: name one with --draft-model, or see "
+            "the known pairs with mlx_eagle.generate --list."
+        )
+    if not given:
+        return [AUTO]
+    return list(dict.fromkeys(chain(*(known if name == ALL else [name] for name in given))))
 
 
 def with_short_names(drafters: Mapping[str, Drafter]) -> dict[str, Drafter]:

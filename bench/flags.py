@@ -28,6 +28,7 @@ from .questions import SETS, Question, by_set
 Value = TypeVar("Value")
 ORDERS = ("abba", "mirror", "weave")
 CLIENTS = "1,2,4,8"
+ALL = "auto:all"  # every known drafter of the target
 NOT_SERVED = ("batch", "compare", "context", "picture", "with_lookup")
 """Flags that mean nothing with ``--serve``."""
 RANGES = (
@@ -72,7 +73,8 @@ def build_parser() -> argparse.ArgumentParser:
     add_version_flag(parser)
     add = parser.add_argument
     add("--model", help="Folder or hub repo of the target. Default: the demo pair.")
-    words = "As for mlx_eagle.generate; several with commas are shown side by side."
+    words = "As for mlx_eagle.generate; several with commas are shown side by side, and auto:all "
+    words += "is every known drafter of --model."
     add("--draft-model", metavar="NAME,...", help=words)
     add("--draft-window", type=int, metavar="N", help=DRAFT_WINDOW_HELP)
     add("--dtype", choices=DTYPES, help=DTYPE_HELP)
@@ -193,7 +195,7 @@ def check_flags(args: argparse.Namespace, settings: Settings) -> None:
         )
     if not settings.clients:
         return
-    if len(names) > 1:
+    if len(draft_names(args)) > 1 or ALL in draft_names(args):
         raise ValueError(
             f"--serve measures one draft model, but --draft-model is {args.draft_model}: give one."
         )

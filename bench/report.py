@@ -195,9 +195,21 @@ def results(document: Mapping[str, Any]) -> str:
         rows = figures(scenario)
         blocks += [f"## Results: {scenario_name(scenario)}", *headlines(scenario)]
         blocks.append(table(SIDE_BY_SIDE, scenario["side_by_side"], "### Side by side"))
+        blocks.append(which_to_take(scenario))
         blocks += [table(SPEED, rows), table(ACCEPTANCE, rows)]
         blocks.append(table(PARITY, with_prompts(scenario)))
     return joined([*blocks, *other_blocks(document)])
+
+
+def which_to_take(scenario: Scenario) -> str:
+    """A sentence about the fastest of several draft models; nothing where there is one."""
+    rows = scenario["side_by_side"]
+    if not rows:
+        return ""
+    best = rows[0]
+    if best["speedup"] <= 1:
+        return f"Take none: the fastest, {best['drafter']}, is at {best['speedup']:.2f}x of plain."
+    return f"Take {best['drafter']}, {best['configuration']}: {best['speedup']:.2f}x of plain."
 
 
 def full_report(document: Mapping[str, Any], images: Mapping[str, Path]) -> str:
@@ -260,6 +272,7 @@ def scenario_blocks(scenario: Scenario, images: Mapping[str, Path], suffix: str)
     """Tables and plots of one scenario, whose plots have this ``suffix`` in their names."""
     rows = figures(scenario)
     yield table(SIDE_BY_SIDE, scenario["side_by_side"], "### Side by side")
+    yield which_to_take(scenario)
     yield image(images, "side_by_side", suffix)
     words = "{min:.0f} to {max:.0f} (median {median:.0f}) tokens"
     prompts = words.format(**scenario["prompt_tokens"])

@@ -20,6 +20,7 @@ from mtp_checkpoints import qwen, tiny_qwen3_next, write_checkpoint
 from test_bench import make_stats
 
 import mlx_eagle
+from mlx_eagle import draft_models
 from mlx_eagle.bench import __main__ as command
 from mlx_eagle.bench import (
     batch_runs,
@@ -36,6 +37,7 @@ from mlx_eagle.bench.flags import Settings
 from mlx_eagle.bench.turns import Turns
 from mlx_eagle.decoding.stats import Stats
 from mlx_eagle.demo import __main__ as demo
+from mlx_eagle.drafters import pairs
 from mlx_eagle.drafters.lookup import LookupDrafter
 from mlx_eagle.system import device
 
@@ -317,6 +319,57 @@ def test_weights_that_drafters_share_are_counted_for_both(tiny):
     weight = sum(array.nbytes for _, array in tree_flatten(head.head.parameters()))
     assert [rows[name]["weight_bytes"] for name in shared] == [weight] * 3
     assert [rows[name]["peak_bytes"] for name in shared] == [10**9 - weight] * 3
+
+
+TABLE = """
+a/Tiny
+    b/odd    eagle3   1  MIT
+        2.0x  M4 Pro  4 bit  somewhere
+    b/head   eagle3   1  MIT
+    c/head   eagle3   1  CC-BY-NC-4.0
+"""
+
+
+def test_all_known_drafters_of_a_target(monkeypatch, capsys, tiny):
+    """But those that their licence keeps from "auto", and those that cannot be opened."""
+    monkeypatch.setattr(pairs, "PAIRS", pairs.read_table(TABLE))
+    monkeypatch.setattr(draft_models, "own_kind", lambda target: "mtp")
+    monkeypatch.setattr(command, "load", lambda *_, **__: (tiny.target, tiny.tokenizer))
+    opened = {"b/head": tiny_head(tiny.target), "mtp": head_of(tiny), "lookup": LookupDrafter()}
+
+    def open_one(name, *_):
+        if name not in opened:
+            raise ValueError(f"{name}\nis odd")
+        return opened[name]
+
+    monkeypatch.setattr(draft_models, "_open", open_one)
+
+    def load(*flags: str):
+        return command.load_models(command.build_parser().parse_args(flags))
+
+    models, _ = load("--model", "a/Tiny", "--draft-model", "auto:all,lookup")
+    assert models.drafters == {"head": opened["b/head"]} | {
+        k: opened[k] for k in ("mtp", "lookup")
+    }
+    assert "b/odd is left out: b/odd is odd\n" in capsys.readouterr().err
+    opened.clear()
+    with pytest.raises(ValueError, match="no known drafter of a/Tiny can be opened"):
+        load("--model", "a/Tiny", "--draft-model", "auto:all")
+    with pytest.raises(ValueError, match="auto:all needs --model"):
+        load("--draft-model", "auto:all")
+    monkeypatch.setattr(draft_models, "own_kind", lambda target: None)
+    with pytest.raises(ValueError, match="no public head is known here for some/model"):
+        load("--model", "some/model", "--draft-model", "auto:all")
+
+
+def test_the_report_says_which_to_take():
+    rows = [
+        {"drafter": name, "configuration": "auto", "speedup": x}
+        for name, x in (("a", 1.42), ("b", 0.9))
+    ]
+    assert report.which_to_take({"side_by_side": rows}).startswith("Take a, auto: 1.42x")
+    assert report.which_to_take({"side_by_side": rows[1:]}).startswith("Take none: the fastest, b")
+    assert report.which_to_take({"side_by_side": []}) == ""
 
 
 def test_names_of_several_draft_models(monkeypatch, tmp_path, tiny):
