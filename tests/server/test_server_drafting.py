@@ -1,15 +1,17 @@
 """How a request or a flag of the server says to draft: length, tree, rule; and who refuses it."""
 
 import re
+from pathlib import Path
 
 import pytest
 from costs import SettledCosts, curve
 from openai import BadRequestError
-from serving import ENDLESS, NUM_CHARACTERS, ours, parse, theirs
+from serving import ENDLESS, NUM_CHARACTERS, ask_json, ours, parse, theirs
 
 from mlx_eagle.commands import generate as cli
 from mlx_eagle.decoding import generate_step
 from mlx_eagle.decoding.setup import read_tree
+from mlx_eagle.drafters import pairs
 from mlx_eagle.server import __main__ as command
 from mlx_eagle.server import active_requests
 from mlx_eagle.server.caches import PairCache
@@ -207,3 +209,14 @@ def test_drafting_flags_are_those_of_generate():
     for name in ("draft_model", "num_draft_tokens", "quantize_draft", "tree", "acceptance"):
         assert ours_[name] == theirs_[name]
     assert ours_["num_draft_tokens"][3] == "auto"
+
+
+def test_auto_is_known_by_the_name_of_what_it_stands_for(pair, monkeypatch):
+    """In ``/props`` and in requests, which may also call it "auto"."""
+    rows = f"a/{Path(pair['target']).name}\n    {pair['head']}  eagle3  1  MIT\n"
+    monkeypatch.setattr(pairs, "PAIRS", pairs.read_table(rows))
+    named = f"{pair['head']}+lookup"
+    with ours("--model", pair["target"], "--draft-model", "auto") as asked:
+        assert ask_json(asked, "/props", {}, "GET")[1]["draft_model"] == named
+        for name in ("auto", named):
+            assert asked.complete(prompt="a", max_tokens=2, draft_model=name).choices
