@@ -240,32 +240,28 @@ def load_pair(
         draft_window=args.draft_window,
         target=args.model,
     )
-    say_experts(model, None if args.num_draft_tokens == 0 else drafter)
+    say_expectations(args, model, drafter)
     if args.draft_cache != "exact":
         drafter = (drafter or NullDrafter()).with_draft_cache(args.draft_cache)
     return model, tokenizer, drafter
 
 
 def default_drafter(name: str | None, model: str | None) -> str | None:
-    """The name of the draft model: for a model that is known, "auto" where none is named.
-
-    Says on standard error where nothing is drafted, for no drafter is known.
-    """
-    if name is not None or model is None:
+    """The name of the draft model: for a model with known ones, "auto" where none is named."""
+    if name is not None or model is None or next(known_pairs(model), None) is None:
         return name
-    if next(known_pairs(model), None) is not None:
-        return AUTO
-    print(
-        f"Note: no public head is known here for {model}, so nothing is drafted: name one with "
-        f"--draft-model, or copy from the text with --draft-model {LOOKUP}.",
-        file=sys.stderr,
-    )
-    return None
+    return AUTO
 
 
-def say_experts(model: nn.Module, drafter: Drafter | None) -> None:
-    """Say on standard error what to expect where a mixture of experts is drafted for."""
-    if drafter is not None and expert_layers(model):
+def say_expectations(args: argparse.Namespace, model: nn.Module, drafter: Drafter | None) -> None:
+    """Say on standard error where nothing is known to draft with, or little can be gained."""
+    if args.num_draft_tokens == 0:
+        return
+    if drafter is None:
+        said = f"no public head is known here for {args.model}, so nothing is drafted: name one "
+        said += f"with --draft-model, or copy from the text with --draft-model {LOOKUP}"
+        print(f"Note: {said}.", file=sys.stderr)
+    elif expert_layers(model):
         print(f"Note: {EXPECTED}.", file=sys.stderr)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
-from ..commands.flags import default_drafter, say_experts
+from ..commands.flags import default_drafter, say_expectations
 from ..draft_models import find_drafter
 from ..system.device import prepare_device
 from ..system.exit_codes import INTERRUPTED, run_command
@@ -109,8 +109,7 @@ def run(args: argparse.Namespace) -> None:
                         os._exit(INTERRUPTED)
                 generator.check_loaded()
                 provider = generator.model_provider
-                is_plain = args.num_draft_tokens == 0
-                say_experts(provider.model, None if is_plain else provider.draft_model)
+                say_expectations(args, provider.model, provider.draft_model)
                 serve(server, generator, signals)
         finally:
             generator.stop(signals.wait)
