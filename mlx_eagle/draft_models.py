@@ -16,14 +16,14 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .decoding.setup import AUTO
 from .drafters.base import Drafter
 from .drafters.kind import Kind, LoadOptions
-from .drafters.kinds import KINDS, is_converted, kind_of, load_drafter, own_kind, recognise
+from .drafters.kinds import KINDS, is_converted, kind_of, load_drafter, own_kind, published_kind
 from .drafters.lookup import LookupDrafter
 from .drafters.pairs import Pair, is_named_after, pairs_for
 from .drafters.target_parts import MOST_STEPS, TargetSizes, made_from, sizes_of
 from .system.atomic_folder import AlreadyThere, CannotWrite, discard_folder, locked, user_cache
 from .system.exit_codes import USER_ERRORS
 from .system.hub import locate, snapshot_of
-from .system.json_file import read_object
+from .system.json_file import read_published
 from .system.progress import Bar
 
 LOOKUP = "lookup"

@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, generate_step, generation_stream
 
-from ..drafters.base import Drafter
+from ..drafters.base import Drafter, is_drafter
 from ..drafters.copies import Copies, Tokens
 from ..drafters.tree import DraftShape, Tree, chains_for
 from ..system.progress import Progress, silent
@@ -97,6 +97,11 @@ def speculative_generate_step(
     cache type that cannot be rolled back exactly, or embeddings that target or drafter cannot
     take.
     """
+    if not is_drafter(draft_model):
+        raise ValueError(
+            f"draft_model is a {type(draft_model).__name__}: give a drafter that mlx_eagle has "
+            "opened."
+        )
     check_prompt(prompt, can_be_empty=input_embeddings is not None)
     check_num_draft_tokens(num_draft_tokens)
     tree = read_tree(tree)

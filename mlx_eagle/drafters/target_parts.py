@@ -25,7 +25,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ..system.atomic_folder import locked, user_cache
 from ..system.hub import REPO_ID, FileMissing, fetch, read_range, snapshot_of
-from ..system.json_file import parse_object, read_bytes, read_weight_map
+from ..system.json_file import read_published, read_weight_map
 from ..system.progress import Bar
 from ..system.safetensors import Entry, header_length, parse_header, read_header
 from ..target.sharding import find_stage

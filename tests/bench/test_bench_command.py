@@ -28,6 +28,7 @@ from mlx_eagle.bench import (
     measure,
     plots,
     questions,
+    report,
     runner,
     summary,
 )

@@ -385,3 +385,15 @@ def test_list(monkeypatch, capsys, tmp_path):
     (line,) = [line for line in after.splitlines() if str(folder) in line]
     assert f"hidden size {CONFIG['hidden_size']} with {CONFIG['vocab_size']} tokens" in line
     assert "none yet" not in after
+
+
+def test_the_list_breaks_between_words_in_a_terminal(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["mlx_eagle.generate", "--list"])
+    program.main()
+    whole = capsys.readouterr().out
+    assert max(map(len, whole.splitlines())) > 120
+    for columns in (80, 100):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        program.main()
+        out = capsys.readouterr().out
+        assert out.split() == whole.split() and max(map(len, out.splitlines())) <= columns
