@@ -36,7 +36,7 @@ CACHE_BYTES = 1e9  # of 8k tokens in Llama-3.1-8B
 
 
 @dataclass(frozen=True)
-class Figure:
+class PublishedSpeed:
     """Measurement that somebody published of a drafter: a hint, not ours and not comparable.
 
     ``value`` is a speedup over the named engine's own plain decoding ("1.95-2.65x"), or another
@@ -77,7 +77,7 @@ class Pair:
     licence: str
     kind: str
     megabytes: int | None
-    figures: tuple[Figure, ...] = ()
+    figures: tuple[PublishedSpeed, ...] = ()
 
     @property
     def is_seen(self) -> bool:
@@ -357,7 +357,7 @@ def read_table(table: str) -> tuple[Pair, ...]:
             licence = said[0] if said else "see its page"
             found.append(Pair(target, head, licence, kind, None if size == "-" else int(size)))
         else:
-            figure = Figure(*re.split("  +", line.strip()))
+            figure = PublishedSpeed(*re.split("  +", line.strip()))
             found[-1] = replace(found[-1], figures=(*found[-1].figures, figure))
     targets = list(dict.fromkeys(pair.target for pair in found))
     return tuple(sorted(found, key=lambda pair: (targets.index(pair.target), pair.rank)))
