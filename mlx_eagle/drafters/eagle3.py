@@ -15,23 +15,20 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache, trim_prompt_cache
 
-from ..target.masks_and_ropes import BY_LENGTH, evaluate_ropes, find_ropes
+from ..target.masks_and_ropes import (
+    BY_LENGTH,
+    evaluate_ropes,
+    exact_masks,
+    find_ropes,
+    positions_held,
+)
+from ..target.rollback import Checkpoint
 from ..target.tree_rows import each_itself
 from .base import Draft, Pick, PickChildren, index_of, row_at, start_early
 from .batch_drafter import HeadBatchDrafter
 from .feature_drafter import FeatureDrafter
 from .head import Eagle3Head
-from .head_cache import (
-    SINKS,
-    DraftOverlay,
-    as_plain_caches,
-    check_window,
-    columns_after,
-    drop_last,
-    make_window,
-    seen_by_rows,
-    slots_of,
-)
+from .head_cache import SINKS, DraftOverlay, as_plain_caches, check_window, make_window
 from .head_weights import attach_head
 from .kind import LoadOptions
 from .tree import Tree
@@ -308,11 +305,9 @@ class Eagle3Drafter(EagleDrafter):
         ``cache``: what the layers append to, in place of their own.
         """
         self._count(tokens.shape[0])
-        if cache is None:
-            cache = self.cache[:-1]
-            if self.draft_window is not None:
-                mask = seen_by_rows(cache[0], tokens.shape[0])
-        return self.head(self._embedded(tokens), states, cache, positions, mask)
+        cache = self.cache[:-1] if cache is None else cache
+        with exact_masks(cache, tokens.shape[0]):
+            return self.head(self._embedded(tokens), states, cache, positions, mask)
 
 
 class ParallelDrafter(EagleDrafter):
@@ -358,10 +353,8 @@ class ParallelDrafter(EagleDrafter):
         states = self.head.fuse(features)
         if last is None:  # a prompt, which may be long: in the order that needs no mask
             self._count(tokens.shape[0])
-            mask = None
-            if self.draft_window is not None:
-                mask = seen_by_rows(self.cache[0], tokens.shape[0])
-            return self.head(embeddings, states, self.cache[:-1], mask=mask)[-1:]
+            with exact_masks(self.cache[:-1], tokens.shape[0]):
+                return self.head(embeddings, states, self.cache[:-1])[-1:]
         return self._forward(embeddings, states, last, self._size - 1)
 
     def propose(self, size: int, pick: Pick) -> Draft:
@@ -392,8 +385,14 @@ class ParallelDrafter(EagleDrafter):
         states = mx.concatenate([states, *[self._mask_state] * num_masked], axis=0)
         ahead = base + last + 1 + mx.arange(num_masked)
         positions = mx.concatenate([mx.arange(base, end), ahead])
-        caches, num_columns = self._caches_for(num_pairs, num_masked)
-        slots = slots_of(num_columns, base + num_rows)
+        caches = self.cache[:-1]
+        num_before = base
+        if self.draft_window is not None and num_pairs == 0:
+            caches = as_plain_caches(caches)
+            num_before = caches[0].offset
+        elif self.draft_window is not None:
+            num_before = min(base, caches[0].max_size - 1)
+        slots = positions_held(num_before + num_rows, base + num_rows, SINKS)
         is_masked = slots >= end
         rows = slots[-num_rows:, None]
 
@@ -410,31 +409,13 @@ class ParallelDrafter(EagleDrafter):
             near = (slots > positions[:, None] - window) | (slots >= base + last)
             return seen & (near if self.draft_window is None else near | (slots < SINKS))
 
+        before = Checkpoint(caches, num_rows=num_rows)
         states = self.head(embeddings, states, caches, positions, visible)
-        self._drop_masked(num_pairs, num_masked)
+        before.rollback(num_pairs)
         if num_pairs == 0:
             return states
         own = states[last.reshape(1)]
         return mx.concatenate([own, states[num_pairs:]], axis=0)
-
-    def _caches_for(self, num_pairs: int, num_masked: int) -> tuple[list[Any], int]:
-        """Caches that the rows of a pass go to, and the number of columns then."""
-        caches = self.cache[:-1]
-        num_rows = num_pairs + num_masked
-        if self.draft_window is None:
-            return caches, caches[0].offset + num_rows
-        if num_pairs > 0:
-            return caches, columns_after(caches[0], num_rows)
-        copies = as_plain_caches(caches)
-        return copies, copies[0].offset + num_rows
-
-    def _drop_masked(self, num_pairs: int, num_masked: int) -> None:
-        """Take the masked slots back from the head's caches, if they went there."""
-        for cache in self.cache[:-1]:
-            if self.draft_window is None:
-                cache.trim(num_masked)
-            elif num_pairs > 0:
-                drop_last(cache, num_masked)
 
 
 def recognise(names: Collection[str], config: Mapping[str, Any]) -> bool:

@@ -7,14 +7,15 @@ target. Whether a few more kernels are cheaper is measured.
 Window (Xiao et al. 2023, arXiv:2309.17453, StreamingLLM): the first slots and the newest ones,
 with the positions that they have in the text. So a draft costs the same on any context, and the
 cache is of one size. mlx-lm's RotatingKVCache holds it: that type is saved with prompt caches and
-can be rolled back. Its own mask leaves the first slots out; the one here has them.
+can be rolled back. Its own mask leaves the first slots out; those of ``exact_masks`` have them.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, RotatingKVCache
+
+from ..target.cache_view import CacheView
 
 
 class DraftOverlay:
@@ -98,56 +99,15 @@ def make_window(size: int) -> RotatingKVCache:
     return RotatingKVCache(SINKS + size, keep=SINKS)
 
 
-def slots_of(num_columns: int, num_slots: int) -> mx.array:
-    """The slot that each column holds, (S,), in order, in a text of ``num_slots``."""
-    columns = mx.arange(num_columns)
-    return mx.where(columns < SINKS, columns, columns + num_slots - num_columns)
-
-
-def columns_after(cache: RotatingKVCache, num_rows: int) -> int:
-    """Number of columns in a pass of two rows or more: each row finds its window."""
-    num_before: int = min(cache.offset, cache.max_size - 1)
-    return num_before + num_rows
-
-
-def seen_by_rows(cache: RotatingKVCache, num_rows: int) -> mx.array | None:
-    """Columns that the rows of a pass see, (m, S): the first slots and the window.
-
-    None where that is all that a causal pass sees, as of one row, which finds nothing else there.
-    """
-    end = cache.offset + num_rows
-    if num_rows == 1 or end <= cache.max_size:
-        return None
-    slots = slots_of(columns_after(cache, num_rows), end)
-    rows = slots[-num_rows:, None]
-    near: mx.array = (slots < SINKS) | (slots > rows - (cache.max_size - SINKS))
-    return (slots <= rows) & near
-
-
-def drop_last(cache: RotatingKVCache, num_rows: int) -> None:
-    """Take back the last rows of a pass of two or more."""
-    if num_rows > 0:
-        parts: Any = cache.keys, cache.values
-        cache.keys, cache.values = (array[..., :-num_rows, :] for array in parts)
-        cache.offset -= num_rows
-        cache._idx = cache.keys.shape[2]
-
-
 def as_plain_caches(caches: Sequence[RotatingKVCache]) -> list[KVCache]:
     """Plain caches with the slots of ``caches`` that a draft sees, in the order of the text.
 
     In those a drafted row would overwrite slots that are still needed once it is rejected. What
     is copied is as long as the window, not as the text.
     """
-    copies = []
-    for cache in caches:
-        made = KVCache()
-        parts = [cache._temporal_order(a) for a in (cache.keys, cache.values)]
-        surplus = parts[0].shape[2] - cache.max_size
-        if surplus > 0:  # left by a pass of several rows
-            first = SINKS + surplus
-            parts = [mx.concatenate([a[..., :SINKS, :], a[..., first:, :]], axis=2) for a in parts]
-        made.keys, made.values = parts
-        made.offset = made.keys.shape[2]
-        copies.append(made)
+    view = CacheView(caches)
+    copies = [KVCache() for _ in caches]
+    for index, copy in enumerate(copies):
+        copy.keys, copy.values = view.rows(index)
+        copy.offset = copy.keys.shape[2]
     return copies

@@ -143,26 +143,24 @@ class CacheView:
     def rows(self, index: int) -> tuple[mx.array, mx.array]:
         """Keys and values (1, H, S, D) of a cache: of all positions, or of its window.
 
-        The newest row is the last. Raises ValueError where it holds no such rows.
+        They are in the order of the text, and those that a window keeps come first. Raises
+        ValueError where it holds no such rows.
         """
         cache = self._read(self._caches[index])
         if type(cache) is WindowCache:
             num_rows = min(cache.offset, cache.max_size)
             return cache.newest(num_rows)
         if type(cache) is RotatingKVCache:
-            parts = [cache._temporal_order(part) for part in (cache.keys, cache.values)]
-            num_rows = min(cache.offset, cache.max_size, parts[0].shape[2])
-        elif type(cache) in IN_ORDER:
-            parts = _arrays(cache)
-            num_rows = cache.offset
-            parts = [part[..., :num_rows, :] for part in parts]
-        else:
-            raise ValueError(
-                f"cache {index} of the target is a {type(cache).__name__}, which holds no keys "
-                "and values that a drafter could read: use another drafter."
-            )
-        keys, values = (part[..., part.shape[2] - num_rows :, :] for part in parts)
-        return keys, values
+            keys, values = (cache._temporal_order(part) for part in (cache.keys, cache.values))
+            surplus = keys.shape[2] - cache.max_size  # left by a pass of several rows
+            return cache._trim(surplus, keys), cache._trim(surplus, values)
+        if type(cache) in IN_ORDER:
+            keys, values = _arrays(cache)
+            return keys[..., : cache.offset, :], values[..., : cache.offset, :]
+        raise ValueError(
+            f"cache {index} of the target is a {type(cache).__name__}, which holds no keys "
+            "and values that a drafter could read: use another drafter."
+        )
 
 
 def _arrays(cache: Any) -> list[mx.array]:

@@ -8,8 +8,9 @@ mlx-lm's rotary embeddings rotate row r of a pass by ``offset + r``. The rows of
 positions, and some rows need the very numbers that they would get one by one.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import mlx.core as mx
@@ -30,8 +31,10 @@ def exact_masks(caches: list[Any], num_rows: int) -> AbstractContextManager[None
     for cache in caches:
         keeps = type(cache) is RotatingKVCache and cache.keep > 0
         if keeps and num_rows > 1 and cache.offset + num_rows > cache.max_size:
-            changed.append((cache, _KeepingCache))
-    return _swapped_classes(changed)
+            changed.append(cache)
+    if not changed:
+        return nullcontext()
+    return tree_masks(changed, mx.tri(num_rows, dtype=mx.bool_), mx.arange(num_rows))
 
 
 @contextmanager
@@ -41,43 +44,24 @@ def tree_masks(caches: list[Any], tree_mask: mx.array, depths: mx.array) -> Iter
     ``tree_mask[r, a]``, (R, R), says whether row a is row r or an ancestor of it; ``depths``
     (R,) is how far below the root each row lies. All caches must be of a type in ``MASKED``.
     """
-    for cache in caches:
+    originals = [type(cache) for cache in caches]
+    for cache, original in zip(caches, originals, strict=True):
         cache._tree_rows = tree_mask, depths
-    try:
-        with _swapped_classes([(cache, _TREE_CACHES[type(cache)]) for cache in caches]):
-            yield
-    finally:
-        for cache in caches:
-            del cache._tree_rows
-
-
-@contextmanager
-def _swapped_classes(pairs: Sequence[tuple[Any, type]]) -> Iterator[None]:
-    """Give each cache the class beside it in this block; after it, also on errors, its own."""
-    originals = [(cache, type(cache)) for cache, _ in pairs]
-    for cache, changed in pairs:
-        cache.__class__ = changed
+        cache.__class__ = _TREE_CACHES[original]
     try:
         yield
     finally:
-        for cache, original in originals:
+        for cache, original in zip(caches, originals, strict=True):
             cache.__class__ = original
+            del cache._tree_rows
 
 
-class _KeepingCache(RotatingKVCache):
-    """A RotatingKVCache whose mask for a block of rows spares the first ``keep`` entries."""
-
-    def make_mask(
-        self, N: int, window_size: int | None = None, return_array: bool = False
-    ) -> mx.array:
-        length = min(self.max_size - 1, self.offset) + N
-        index = mx.arange(length)[None]
-        rows = mx.arange(self.offset, self.offset + N)[:, None]
-        positions = mx.where(index < self.keep, index, index + (self.offset + N - length))
-        recent = positions > rows - (self.max_size - self.keep)
-        _check_window(self, window_size)
-        mask: mx.array = (positions <= rows) & ((index < self.keep) | recent)
-        return mask
+def positions_held(num_held: int, length: int, keep: int) -> mx.array:
+    """Positions (num_held,) of the first ``keep`` of ``length`` entries and the latest others."""
+    index = mx.arange(num_held)
+    return (
+        index if num_held == length else mx.where(index < keep, index, index + length - num_held)
+    )
 
 
 def _check_window(cache: Any, window_size: int | None) -> None:
@@ -96,70 +80,39 @@ def _check_window(cache: Any, window_size: int | None) -> None:
 
 
 class _TreeMask:
-    """Mixin in front of a cache's own class: the mask of a pass whose rows form a tree."""
+    """Mixin in front of a cache's own class: the mask of a pass whose rows form a tree.
+
+    A RotatingKVCache has the sizes that say what it forgets; other caches forget nothing.
+    """
 
     _tree_rows: tuple[mx.array, mx.array]  # ancestors (R, R), depths (R,)
     offset: int
+    keep: int = 0
+    max_size: int = sys.maxsize
 
     def make_mask(
         self, N: int, window_size: int | None = None, return_array: bool = False
     ) -> mx.array:
         """Mask (N, S): the entries before the pass, and of its N rows, that each row sees."""
-        past = self._past()
+        num_before = min(self.max_size - 1, self.offset)
         tree_mask, depths = self._tree_rows
         rows = self.offset + depths
-        window_size = self._window(N, window_size)
-        distance = rows[:, None] - mx.concatenate([past, rows])[None]
-        before = mx.ones((N, past.size), mx.bool_)
+        positions = mx.concatenate([positions_held(num_before, self.offset, self.keep), rows])
+        distance = rows[:, None] - positions[None]
+        before = mx.ones((N, num_before), mx.bool_)
         mask = mx.concatenate([before, tree_mask], axis=1)
-        mask = self._within_cache(mask, distance)
+        if self.keep and self.offset + N > self.max_size:
+            _check_window(self, window_size)
+            window_size = None
+        if self.max_size < sys.maxsize:
+            kept = positions < self.keep
+            mask = mask & (kept[None] | (distance < self.max_size - self.keep))
         return mask if window_size is None else mask & (distance < window_size)
-
-    def _window(self, N: int, window_size: int | None) -> int | None:
-        """Entries of the cache that a row sees, counted back from it; None for all."""
-        return window_size
-
-    def _past(self) -> mx.array:
-        """Positions (P,) of the entries that stay in the cache beside the rows, in order."""
-        return mx.arange(self.offset)
-
-    def _within_cache(self, mask: mx.array, distance: mx.array) -> mx.array:
-        """``mask`` (N, S) without what a cache that forgets would have forgotten by each row."""
-        return mask
-
-
-class _TreeMaskOfLatest(_TreeMask):
-    """``_TreeMask`` for a RotatingKVCache, which holds its first ``keep`` and latest entries."""
-
-    keep: int
-    max_size: int
-
-    def _window(self, N: int, window_size: int | None) -> int | None:
-        if not self.keep or self.offset + N <= self.max_size:
-            return window_size
-        _check_window(self, window_size)
-        return None
-
-    def _past(self) -> mx.array:
-        length = min(self.max_size - 1, self.offset)
-        index = mx.arange(length)
-        return mx.where(index < self.keep, index, index + (self.offset - length))
-
-    def _within_cache(self, mask: mx.array, distance: mx.array) -> mx.array:
-        num_rows, num_columns = mask.shape
-        kept = mx.arange(num_columns) < min(self.keep, num_columns - num_rows)
-        seen: mx.array = mask & (kept[None] | (distance < self.max_size - self.keep))
-        return seen
 
 
 _TREE_CACHES: dict[type, type] = {
-    kind: type(f"Tree{kind.__name__}", (mask, kind), {})
-    for kind, mask in (
-        (KVCache, _TreeMask),
-        (QuantizedKVCache, _TreeMask),
-        (RotatingKVCache, _TreeMaskOfLatest),
-        (WindowCache, _TreeMaskOfLatest),
-    )
+    kind: type(f"Tree{kind.__name__}", (_TreeMask, kind), {})
+    for kind in (KVCache, QuantizedKVCache, RotatingKVCache, WindowCache)
 }
 
 MASKED = tuple(_TREE_CACHES)

@@ -350,3 +350,16 @@ def test_windows_that_are_decoded_on_are_mlx_lms_rotating_ones(window, size, mon
             assert mx.array_equal(ours[0].keys, expected)
         rows_so_far += kept
     assert theirs.offset == rows_so_far > 100
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_a_view_of_a_window_shows_the_first_rows_that_it_keeps(num_rows):
+    """Also behind a pass of several rows, which leaves more than a window in the arrays."""
+    cache = RotatingKVCache(6, keep=2)
+    rows = random_rows(0, 12)
+    for start in range(0, 12, num_rows):
+        part = rows[..., start : start + num_rows, :]
+        cache.update_and_fetch(part, -part)
+    keys, values = cache_view.CacheView([cache]).rows(0)
+    assert mx.array_equal(keys, rows[..., mx.array([0, 1, 8, 9, 10, 11]), :])
+    assert mx.array_equal(values, -keys)
