@@ -63,6 +63,7 @@ MOST = 1024  # and at most
 ALMOST_ALWAYS = 0.9  # the highest acceptance of any drafter on a text
 DOUBT = 1.2  # standard deviations that a known cost must be off for its shape to be tried again
 WORTH_TRYING = 1.03  # of the best gain, that a shape to be tried must promise
+LAST_HOPE = 1.2  # gain that an untried shape must promise before drafting is turned off
 TRYING_LOSS = 1.0  # plain steps that trying shapes may lose
 TRYING_SHARE = 0.04  # and this many more per token
 

@@ -45,6 +45,10 @@ DRIFT = 1e-4  # of SPREAD^2, added to the variance of a cost in a round: context
 OUTLIER = 3.0  # standard deviations: a time further off counts as if that were as far as it is
 
 
+Curve = Callable[[DraftShape, int], float]
+"""Number for a round, by its shape and the number of requests."""
+
+
 class Estimate(NamedTuple):
     """Seconds of a round, and the standard deviation of their logarithm less the latest one's."""
 
@@ -64,10 +68,12 @@ class RoundCosts:
     """Costs of a pair's rounds, for any number of requests: from times, and a curve before them.
 
     ``curve`` gives the cost of a round by shape and number of requests, in plain steps of one
-    request. Nothing else counts if ``is_settled``: processes that share a model must decide alike.
+    request, and ``doubt`` the standard deviation of its logarithm that it shares with rounds in
+    doubt only: those by another kernel than the others. Nothing else counts if ``is_settled``:
+    processes that share a model must decide alike.
     """
 
-    def __init__(self, curve: Callable[[DraftShape, int], float], is_settled: bool = False):
+    def __init__(self, curve: Curve, is_settled: bool = False, doubt: Curve | None = None):
         self.acceptance = Acceptance(PRIOR, LONG_CHAINS[-1].size)  # what a new text expects
         self.copies = CopyAcceptance()  # likewise of copies
         self.failed: frozenset[DraftShape] = frozenset()
@@ -82,7 +88,7 @@ class RoundCosts:
         self._cov = np.diag([100.0])
         self._prior = np.zeros((1, 1))
         self._places: dict[tuple[int, DraftShape], int] = {}
-        self._points = np.zeros((0, 6))  # where each key stands: see ``_point``
+        self._points = np.zeros((0, 7))  # where each key stands: see ``_point``
         self._latest = 0  # place of the key timed last
         self._noise = NOISE**2  # variance of times
 
@@ -138,9 +144,9 @@ class RoundCosts:
         key = num, shape
         if key not in self._places:
             self._points = np.vstack([self._points, self._point(num, shape)])
-            apart = ((self._points - self._points[-1])[:, :-1] ** 2).sum(axis=1)
-            stretched = STRETCH**2 * self._points[:, -1] * self._points[-1, -1]
-            *others, own = SPREAD**2 * (1 + apart / NEAR) ** -TAIL + stretched
+            apart = ((self._points - self._points[-1])[:, :-2] ** 2).sum(axis=1)
+            shared_causes = self._points[:, -2:] @ self._points[-1, -2:]
+            *others, own = SPREAD**2 * (1 + apart / NEAR) ** -TAIL + shared_causes
             alike = np.array([0.0, *others])
             weights = np.zeros(len(others) + 1)
             weights[1:] = np.linalg.solve(self._prior[1:, 1:], alike[1:])
@@ -153,12 +159,13 @@ class RoundCosts:
         return self._places[key]
 
     def _point(self, num: int, shape: DraftShape) -> tuple[float, ...]:
-        """Coordinates of a round among others, in rows, and the logarithm of its curve."""
-        stretch = math.log(self._curve(shape, num) / self._curve(PLAIN, num))
+        """Coordinates of a round among others, in rows, and deviations of what it shares."""
+        stretch = STRETCH * math.log(self._curve(shape, num) / self._curve(PLAIN, num))
+        doubt = 0.0 if self._doubt is None else self._doubt(shape, num)
         is_draft = not shape.is_plain
         is_tree = shape.width > 1
         is_copy = shape.copy > 0
-        return shape.num_rows, APART * is_draft, is_tree, is_copy, math.log2(num), stretch
+        return shape.num_rows, APART * is_draft, is_tree, is_copy, math.log2(num), stretch, doubt
 
 
 # Plain steps that a round of a chain, and one of a tree, whose nodes are chosen and moved, takes
@@ -172,21 +179,26 @@ def costs_of(model: nn.Module, drafter: Drafter, rule: object) -> RoundCosts:
     """Costs of a pair's rounds under a rule: one object for the whole process."""
 
     def begin() -> RoundCosts:
-        return RoundCosts(_curve(model, drafter), is_settled=is_sharded(model))
+        curve, doubt = _curves(model, drafter)
+        return RoundCosts(curve, is_sharded(model), doubt)
 
     settings = (drafter.cost_key, str(rule))
     return _known.get(begin, model, *drafter.modules(), settings=settings)
 
 
-def _curve(model: nn.Module, drafter: Drafter) -> Callable[[DraftShape, int], float]:
+def _curves(model: nn.Module, drafter: Drafter) -> tuple[Curve, Curve]:
+    """Cost of a round in plain steps, and the doubt in it: see ``RoundCosts``."""
     machine = this_machine()
     weights = TargetWeights.of(model)
     share = min(1.0, sum(map(weight_bytes, drafter.modules())) / max(1, weights.row_bytes))
 
     def curve(shape: DraftShape, num_requests: int) -> float:
         verify = weights.pass_cost(machine, shape.num_rows * num_requests)
-        steps = shape.size * share * product_cost(machine, num_requests, weights.is_packed)
+        steps = shape.size * share * product_cost(machine, num_requests, weights.packing)
         overhead = CHAIN_OVERHEAD if shape.tree is None else TREE_OVERHEAD
         return verify + steps + overhead * (not shape.is_plain)
 
-    return cache(curve)
+    def doubt(shape: DraftShape, num_requests: int) -> float:
+        return weights.pass_doubt(machine, shape.num_rows * num_requests)
+
+    return cache(curve), doubt

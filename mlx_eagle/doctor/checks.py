@@ -25,6 +25,7 @@ from ..drafters.target_parts import sizes_of
 from ..system.atomic_folder import user_cache
 from ..system.device import (
     CUDNN,
+    EMULATES_BFLOAT16,
     LENGTHS,
     Machine,
     blas_name,
@@ -168,6 +169,7 @@ def expect(model: str, draft_model: str | None) -> list[Finding]:
         return [Finding("model", " ".join(str(err).split()), "problem", "give another --model")]
     found = [check_size(model, config, built), check_caches(built)]
     found += check_passes(this_machine(), built)
+    found += check_precision(this_machine(), config)
     return [*found, check_head(model, draft_model, built)]
 
 
@@ -236,7 +238,7 @@ def check_passes(machine: Machine, model: nn.Module) -> list[Finding]:
     weights = TargetWeights.of(model)
     if machine.products is None:
         text = machine.advice
-    elif not weights.is_packed and weights.experts is None:
+    elif weights.packing is None and weights.experts is None and not machine.products.dense_source:
         text = "the weights are not packed, which the table of machines does not cover"
         text += ": auto measures"
     else:
@@ -249,12 +251,25 @@ def check_passes(machine: Machine, model: nn.Module) -> list[Finding]:
     return found
 
 
+def check_precision(machine: Machine, config: dict[str, Any]) -> list[Finding]:
+    """Another type for a target whose activations have one that the GPU emulates."""
+    text = config | (config.get("text_config") or {})
+    dtype = text.get("torch_dtype") or text.get("dtype")
+    if dtype != "bfloat16" or machine.generation not in EMULATES_BFLOAT16:
+        return []
+    found = f"activations in bfloat16, which an {machine.generation} emulates"
+    remedy = "try --dtype float16, also for plain decoding; it rounds otherwise, so it may change "
+    return [Finding("precision", found, "note", remedy + "the plain text, too")]
+
+
 def pass_words(machine: Machine, weights: TargetWeights) -> str:
     """ "k = 1 to 7 cost about 1.0, 1.2, ... plain steps a pass (measured on an M4 Pro)" """
     costs = [weights.pass_cost(machine, k + 1) for k in LENGTHS]
     products = machine.products
     experts = weights.experts
-    source = products.source if products is not None and weights.is_packed else "a guess"
+    source = "a guess"
+    if products is not None:
+        source = (products.source if weights.packing else products.dense_source) or source
     words = (
         f"k = {LENGTHS[0]} to {LENGTHS[-1]} cost about "
         f"{', '.join(f'{cost:.1f}' for cost in costs)} plain steps a pass ({source})"

@@ -37,6 +37,7 @@ LENGTHS = range(1, 8)
 ATTENTION_ROWS = 8  # the most rows of a pass
 ATTENTION_QUERIES = 32  # the most rows times query heads per key head
 ATTENTION_HEAD_DIMS = (64, 96, 128, 256)  # sizes of a head that it takes
+EMULATES_BFLOAT16 = ("M1", "M2")  # mlx-lm 990
 APPLE_NAMES = {13: "M1", 14: "M2", 15: "M3", 16: "M4", 17: "M5"}
 
 
@@ -46,8 +47,26 @@ the first. Between rows that are given a line; beyond them the line from one row
 BLAS_CURVE = {2: 1.10, 3: 1.16, 4: 1.15, 5: 1.32, 6: 1.48, 7: 1.37, 8: 1.18, 12: 1.60, 16: 1.56}
 """A whole pass in float32 on an EPYC with OpenBLAS 0.3.34: rows that fill a tile are cheap."""
 DENSE_CURVE = {2: 1.08, 8: 1.56}  # a guess, for weights that are read once for all rows
+OLD_DENSE = {2: 2.2, 16: 2.3}
+"""M1 and M2, where 2 rows or more take a padded product: 2.0 to 2.9 (mlx 3967, M1 Pro; 3661)."""
 HOPPER_DENSE = {2: 1.25, 4: 1.17, 8: 1.14, 16: 1.26, 32: 1.29}
 """Products of 4096 to 14336 in bfloat16, MLX 0.32.4 on an H200, 2026-11-27 (mean of two runs)."""
+
+
+FOUR_BITS = "4 bits"
+"""The packing of most targets; others are "2 bits" and so on, or an MLX mode such as "mxfp4"."""
+FLOATS = ("mxfp4", "nvfp4", "mxfp8")  # have the wide kernel on every Apple chip
+TWO_BITS = {2: 1.30, 3: 1.82, 4: 2.34, 5: 2.86, 8: 4.53}  # mlx 3852, an M4 Pro
+EIGHT_BITS = 1.4 / 1.6
+"""Cost of 8 bits in that of 4: of 4 rows, times faster than one by one in 4 and 8 (mlx 3764)."""
+TILE_DOUBT = 0.4
+"""Standard deviation of the logarithm of a matrix kernel's price that nobody has measured."""
+
+
+def wide_curves(four_bits: Mapping[int, float]) -> dict[str, Mapping[int, float]]:
+    """Curves by packing of a chip on which MLX's wide kernel takes ``four_bits``."""
+    eight_bits = {rows: max(1.0, EIGHT_BITS * cost) for rows, cost in four_bits.items()}
+    return {FOUR_BITS: four_bits, "2 bits": TWO_BITS, "8 bits": eight_bits}
 
 
 class Pass(NamedTuple):
@@ -62,17 +81,22 @@ class Products:
     """Products with packed weights on one kind of chip: their kernels, and what follows.
 
     ``matrix_from`` are the rows from which on a product is the matrix kernel's: in layers that
-    are narrow, middle and wide. ``curve`` is c(R) below them, and ``source`` says who measured it.
-    ``dense`` is that of weights that are not packed.
+    are narrow, middle and wide. ``rows_per_read`` is that of integers, not of ``FLOATS``.
+    ``curves`` are c(R) by packing, that of 4 bits for what has none, up to the matrix kernel's
+    first rows, and ``source`` says who measured it; ``dense`` and ``dense_source`` are those of
+    weights that are not packed. ``tile_doubt`` is as in ``TILE_DOUBT``, 0 where the matrix
+    kernel was measured.
     """
 
     matrix_from: tuple[int, int, int]
     rows_per_read: int
     rows_per_tile: int
     advice: str
-    curve: Mapping[int, float] = field(default_factory=lambda: BY_ROW)
+    curves: Mapping[str, Mapping[int, float]] = field(default_factory=lambda: {FOUR_BITS: BY_ROW})
     source: str = "by MLX's sources"
     dense: Mapping[int, float] = field(default_factory=lambda: DENSE_CURVE)
+    dense_source: str = ""  # a guess
+    tile_doubt: float = TILE_DOUBT
 
     def limit(self, inputs: int = MIDDLE + 1, outputs: int = MIDDLE + 1) -> int:
         """Rows from which on the matrix kernel multiplies in a layer of that size."""
@@ -88,36 +112,43 @@ class Products:
 
 NO_STEP = "each row of a pass costs a little more than the one before"
 ROW_BY_ROW = (
-    "4-bit weights are read once for every row, so chains of an EAGLE head hardly ever pay: try "
-    "lookup, and float16 targets, which are read once for all rows"
+    "4-bit weights are read once for every row, so chains of an EAGLE head seldom pay: measure; "
+    "decode 4 bits plainly or with lookup, and try --dtype float16 for activations, which rounds "
+    "plain text otherwise too. Targets in 16 bits gain most with k = 7 and trees, and by others' "
+    "figures stay slower than plain 4 bits"
 )
 M5 = Products(  # or newer
     (33, 25, 13), 5, 32,
     f"{NO_STEP}: expect k = 2 to 4; from 13 rows on the matrix units multiply, so trees of 12 to "
     "31 nodes cost alike",
-    {3: 1.12, 5: 1.42, 8: 2.2}, "measured on an M5 Max, a 70B: ml-explore/mlx 3791",
+    wide_curves({3: 1.12, 5: 1.42, 8: 2.2}), "measured on an M5 Max, a 70B: ml-explore/mlx 3791",
 )  # fmt: skip
 M4 = Products(
     (13, 15, 13), 5, 32,
     f"{NO_STEP}: expect k = 2; from 13 rows on a pass costs what 32 rows cost, which trees seldom "
     "earn",
     # Means of products of 5120 to 17408 (2 to 5 and 8 rows) and 4096 to 24576 (2 to 4, 6, 8).
-    {2: 1.01, 3: 1.18, 4: 1.45, 5: 1.75, 6: 2.07, 8: 2.77},
+    wide_curves({2: 1.01, 3: 1.18, 4: 1.45, 5: 1.75, 6: 2.07, 8: 2.77}),
     "measured on an M4 Pro: ml-explore/mlx 3852 and 3839",
 )  # fmt: skip
-M3 = replace(
-    M4, advice=f"{NO_STEP}: expect k = 2 to 4", curve={2: 1.12, 3: 1.20, 6: 1.55},
-    source="measured on an M3 Max: ml-explore/mlx 3553",
+M3 = replace(  # many products at once; those of 3553, on the same chip, waited .18 ms each
+    M4, advice=f"{NO_STEP}: expect k = 2 to 3; from 10 rows on a pass costs what 32 rows cost",
+    curves=wide_curves({2: 1.0, 4: 1.28, 6: 2.04, 8: 2.5, 9: 3.14, 10: 3.94, 32: 3.94}),
+    source="measured on an M3 Max: ml-explore/mlx 3863", tile_doubt=0.0,
 )  # fmt: skip
 NEW_ULTRA = replace(  # M3 or newer
-    M4, matrix_from=(32, 18, 12),
-    advice="4 rows of a pass cost as much as one: expect k = 3 to 4",
-    curve={4: 1.0, 6: 1.28, 8: 1.57}, source="measured on an M3 Ultra: ml-explore/mlx 4265",
+    M4, matrix_from=(32, 18, 12), advice=f"{NO_STEP}: expect 1.6 to 1.9x, with k = 3",
+    # Whole rounds of K rows took .83 + .170 K; with .11 less for the draft, c(4) is 1.4. One
+    # product in a chain (ml-explore/mlx 4265) took 4 rows at the price of one.
+    curves=wide_curves({2: 1.06, 4: 1.4, 8: 2.08}),
+    source="by whole rounds on an M3 Ultra: mlxcel 1217",
 )  # fmt: skip
 M1 = Products(  # and M2
     (14, 10, 6), 1, 32,
-    f"{ROW_BY_ROW}. Expect auto to turn drafting off; from 6 rows on a pass costs 5 to 6 plain "
-    "steps, whatever it holds up to 32 rows",
+    f"{ROW_BY_ROW}. Expect auto to turn drafting off in 4 bits; from 6 rows on a pass costs 5 to "
+    "6 plain steps, whatever it holds up to 32 rows",
+    {FOUR_BITS: BY_ROW} | {mode: {4: 2.35} for mode in FLOATS},  # read in MLX's sources
+    dense=OLD_DENSE, dense_source="measured on an M1 Pro: ml-explore/mlx 3967",
 )  # fmt: skip
 M1_MAX = replace(  # and M1 Pro
     M1, matrix_from=(14, 10, 7),
@@ -125,16 +156,20 @@ M1_MAX = replace(  # and M1 Pro
 )  # fmt: skip
 OLD_ULTRA = replace(  # M1 or M2
     M1, matrix_from=(32, 18, 12),
-    advice=f"{ROW_BY_ROW}. Expect auto to turn drafting off",
+    advice=f"{ROW_BY_ROW}. Expect auto to turn drafting off in 4 bits",
 )  # fmt: skip
 OLDER = replace(OLD_ULTRA, matrix_from=(18, 12, 10))  # than M1, or virtual
 CUDA = Products(
     (8, 8, 8), 1, 16,
     "up to 7 rows the vector kernel multiplies row by row, from 8 on tensor cores do: measure k "
     "= 7 and trees as well. cuDNN's attention has to stay off (MLX_CUDA_USE_CUDNN_SDPA=0)",
+    # MLX changes kernels at 8 rows whatever they take; what a tile takes there is a guess.
+    {FOUR_BITS: {7: 7.0, 8: 2.0, 16: 2.0}},
 )  # fmt: skip
 HOPPER = replace(
-    CUDA, matrix_from=(2, 2, 2), curve={2: 1.2}, source="a guess", dense=HOPPER_DENSE,
+    CUDA, matrix_from=(2, 2, 2), curves={FOUR_BITS: {2: 1.2}}, source="a guess",
+    dense=HOPPER_DENSE, dense_source="measured on an H200",
+    tile_doubt=0.0,  # no draft has another kernel to be compared with
     advice="from 2 rows on tensor cores multiply, and up to 16 rows cost alike: long drafts and "
     "trees pay. cuDNN's attention has to stay off (MLX_CUDA_USE_CUDNN_SDPA=0)",
 )  # fmt: skip
@@ -231,17 +266,29 @@ def _apple(name: str, architecture: str) -> tuple[str, Products | None]:
     return generation, None
 
 
-def product_cost(machine: Machine, num_rows: int, is_packed: bool) -> float:
-    """Time of products of ``num_rows`` rows, in products of one row, if the table knows."""
+def product_cost(machine: Machine, num_rows: int, packing: str | None) -> float:
+    """Time of products of ``num_rows`` rows, in products of one row, if the table knows.
+
+    ``packing`` is as in ``FOUR_BITS``; None of weights that are not packed.
+    """
     products = machine.products
-    if not is_packed:
+    if packing is None:
         dense = DENSE_CURVE if products is None else products.dense
         return on_curve(BLAS_CURVE if machine.backend == "cpu" else dense, num_rows)
     if products is None:
         return on_curve(BY_ROW, num_rows)
-    if num_rows >= products.limit():  # the matrix kernel, which takes over where it is no dearer
-        return on_curve(products.curve, products.limit()) * products.kernel(num_rows).times
-    return on_curve(products.curve, num_rows)
+    curve = products.curves.get(packing, products.curves[FOUR_BITS])
+    if num_rows >= products.limit():  # without a point of its own, it is no dearer than the vector
+        return on_curve(curve, products.limit()) * products.kernel(num_rows).times
+    return on_curve(curve, num_rows)
+
+
+def tile_doubt(machine: Machine, num_rows: int, packing: str | None) -> float:
+    """Doubt in ``product_cost`` that times of the vector kernel leave: see ``TILE_DOUBT``."""
+    products = machine.products
+    if products is None or packing is None or num_rows < products.limit():
+        return 0.0
+    return products.tile_doubt
 
 
 def on_curve(curve: Mapping[int, float], num_rows: int) -> float:

@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import math
 import random
 import re
 from collections.abc import Iterable
@@ -227,6 +228,37 @@ class SettledOnce(RoundCosts):
         for _ in range(8):
             for shape in (PLAIN, *CHAINS):
                 self.record(1, shape, cost(shape, 1))
+
+
+@pytest.mark.parametrize("alpha", thorough([0.55, 0.7, 0.8], 0.7))
+def test_a_kernel_of_unknown_price_is_tried_early(alpha):
+    """NVIDIA: up to 7 rows each costs a step, and 8 to 16 together 1.7, which nobody knew."""
+    nvidia = machine_of({"architecture": "sm_89"}, "cuda")
+    weights, shapes = TargetWeights(1, "4 bits", None), CHAINS + TREES
+
+    def beside(shape: DraftShape) -> float:
+        return 0.04 * shape.size + (0.02 if shape.tree is None else 0.08) * (shape != PLAIN)
+
+    def cost(shape: DraftShape, num_requests: int) -> float:
+        rows = shape.num_rows * num_requests
+        return (rows if rows < 8 else 1.7 * math.ceil(rows / 16)) + beside(shape)
+
+    def begin() -> AdaptiveController:
+        known = RoundCosts(
+            lambda s, n: weights.pass_cost(nvidia, s.num_rows * n) + beside(s),
+            doubt=lambda s, n: weights.pass_doubt(nvidia, s.num_rows * n),
+        )
+        return AdaptiveController(known, shapes)
+
+    def seconds(make, seed: int) -> float:
+        return Machine(cost, lambda n: alpha, seed).write(make(), 512)
+
+    fixed = min(mean(seconds(lambda s=s: FixedController(s), n) for n in range(3)) for s in shapes)
+    assert fixed / mean(seconds(begin, seed) for seed in range(12)) > 0.85
+    for seed in range(12):
+        machine = Machine(cost, lambda n: alpha, seed)
+        machine.write(begin(), 30)
+        assert max(shape.num_rows for shape in machine.shapes) >= 8
 
 
 # --- shapes -----------------------------------------------------------------------------------

@@ -143,8 +143,37 @@ def test_other_machines_have_other_passes(tmp_path, monkeypatch):
 
     assert " 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 7.0 plain" in said("metal", "applegpu_g13s")
     assert " 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0 plain" in said("metal", "applegpu_g14d")
-    assert " 1.0, 1.0, 1.0, 1.1, 1.3, 1.4, 1.6 plain" in said("metal", "applegpu_g15d")
+    assert " 1.1, 1.2, 1.4, 1.6, 1.7, 1.9, 2.1 plain" in said("metal", "applegpu_g15d")
+    assert " 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 2.0 plain" in said("cuda", "sm_89")
     assert " 1.2, 1.2, 1.2, 1.2, 1.2, 1.2, 1.2 plain" in said("cuda", "sm_90")
+
+
+@pytest.mark.parametrize(
+    "architecture, is_said", [("applegpu_g14s", True), ("applegpu_g15s", False)]
+)
+def test_float16_is_proposed_where_bfloat16_is_emulated(
+    tmp_path, monkeypatch, architecture, is_said
+):
+    machine = machine_of({"architecture": architecture}, "metal")
+    monkeypatch.setattr(checks, "this_machine", lambda: machine)
+    monkeypatch.setattr(checks, "memory", lambda machine: (24e9, 17e9))
+    for dtype in ("bfloat16", "float16"):
+        target = write_config(tmp_path / dtype, LLAMA_8B | {"torch_dtype": dtype})
+        found = found_by_name(target)
+        assert ("precision" in found) == (is_said and dtype == "bfloat16")
+        if "precision" in found:
+            said = found["precision"].remedy
+            assert "--dtype float16" in said and "plain" in said and "rounds" in said
+
+
+def test_weights_that_are_not_packed_have_a_source(tmp_path, monkeypatch):
+    config = {k: v for k, v in LLAMA_8B.items() if k != "quantization"}
+    target = write_config(tmp_path / "target", config)
+    monkeypatch.setattr(checks, "memory", lambda machine: (24e9, 17e9))
+    for architecture, text in (("applegpu_g13s", "2.2, 2.2"), ("applegpu_g16s", "auto measures")):
+        machine = machine_of({"architecture": architecture}, "metal")
+        monkeypatch.setattr(checks, "this_machine", lambda machine=machine: machine)
+        assert text in found_by_name(target)["passes"].text
 
 
 @pytest.mark.parametrize(
