@@ -420,6 +420,21 @@ class AdaptiveController:
             return False
         return sum(self._emitted) < LITTLE * LITTLE_ROUNDS
 
+    def _has_hope(self, shape: DraftShape, gain: float) -> bool:
+        """Whether drafts have lost, but one that was never tried may gain."""
+        return self._has_lost(shape, gain) and self._last_hope() is not None
+
+    def _last_hope(self) -> DraftShape | None:
+        """A shape never tried that gains if its cost is a deviation less than is thought."""
+        plain = self._estimates[PLAIN].seconds
+        promises = {}
+        for shape, num_tokens in self._drafted.items():
+            known = self._estimates[shape]
+            if not known.is_known and shape != self._latest and shape not in self._tries:
+                promises[shape] = num_tokens * plain / known.off(-1.0)
+        shape = max(promises, key=promises.__getitem__, default=PLAIN)
+        return shape if promises.get(shape, 0.0) > LAST_HOPE else None
+
     def _has_to_time_plain(self, shape: DraftShape, gain: float) -> bool:
         """Whether plain steps must be timed: their cost is unknown, in doubt, or old and close."""
         age = self._num_tokens - self._plain_timed
@@ -461,6 +476,10 @@ class AdaptiveController:
 
     def _draft_fewest_rows(self, shape: DraftShape, gain: float) -> DraftShape:
         return min(self._shapes, key=lambda shape: (shape.num_rows, shape.size))
+
+    def _try_last_hope(self, shape: DraftShape, gain: float) -> DraftShape:
+        self._latest = self._last_hope() or shape
+        return self._latest
 
     def _stop(self, shape: DraftShape, gain: float) -> DraftShape:
         """Turn drafting off until a probe costs little beside what plain steps have brought."""
@@ -521,6 +540,7 @@ WHILE_DRAFTING: tuple[tuple[Holds, Act], ...] = (
     (AdaptiveController._emits_little, AdaptiveController._time_plain),
     (AdaptiveController._has_to_time_plain, AdaptiveController._time_plain),
     (AdaptiveController._knows_no_cost, AdaptiveController._draft_fewest_rows),
+    (AdaptiveController._has_hope, AdaptiveController._try_last_hope),
     (AdaptiveController._has_lost, AdaptiveController._stop),
     (AdaptiveController._always, AdaptiveController._draft),
 )

@@ -80,6 +80,7 @@ class RoundCosts:
         self.options: KernelOptions | None = None  # None: others were not tried
         self._curve = curve
         self.is_settled = is_settled
+        self._doubt = doubt
         self._lock = Lock()
         self._run: set[DraftShape] = set()
         # The pace, of which nothing is known, then what the curve is off at each key: means,

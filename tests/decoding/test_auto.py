@@ -15,6 +15,7 @@ from simulator import GUESSES, MACHINES, NOISE, BusyMachine, Machine, best, draw
 
 from mlx_eagle.decoding import generate_step, loop, round_costs
 from mlx_eagle.decoding.auto import AdaptiveController, FixedController
+from mlx_eagle.decoding.pass_costs import TargetWeights
 from mlx_eagle.decoding.round_costs import RoundCosts, costs_of
 from mlx_eagle.decoding.stats import OFF, ON, PROBE
 from mlx_eagle.drafters.acceptance_stats import Acceptance, expected_tokens
@@ -233,7 +234,7 @@ class SettledOnce(RoundCosts):
 @pytest.mark.parametrize("alpha", thorough([0.55, 0.7, 0.8], 0.7))
 def test_a_kernel_of_unknown_price_is_tried_early(alpha):
     """NVIDIA: up to 7 rows each costs a step, and 8 to 16 together 1.7, which nobody knew."""
-    nvidia = machine_of({"architecture": "sm_89"}, "cuda")
+    nvidia = device.machine_of({"architecture": "sm_89"}, "cuda")
     weights, shapes = TargetWeights(1, "4 bits", None), CHAINS + TREES
 
     def beside(shape: DraftShape) -> float:
