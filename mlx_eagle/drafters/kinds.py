@@ -88,9 +88,15 @@ def recognise(
     has_trunk = any(TRUNK.search(name) and "mtp" not in name for name in names)
     text = _said_in(config)
     for kind in UNREAD:
-        if (kind.is_appended and has_trunk) or (kind.is_head and found == OTHERWISE):
+        if kind.is_head and found == OTHERWISE:
             continue
-        by_tensor = any(re.search(kind.tensors, name) for name in names)
+        others = [name for name in names if not re.search(kind.tensors, name)]
+        by_tensor = len(others) < len(names)
+        if kind.is_appended and has_trunk:
+            # A whole model with its MTP layers, which mlx-lm leaves out.
+            if by_tensor and not KINDS["eagle3"].recognise(others, config):
+                return OTHERWISE
+            continue
         if by_tensor or re.search(kind.config, text, re.MULTILINE):
             works = kind.way_out or what_works(config, source, target)
             raise ValueError(f"{source} is {kind.title}, which is not read; {works}")

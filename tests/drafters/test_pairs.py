@@ -367,6 +367,7 @@ def test_a_name_in_the_place_of_a_drafter_is_refused(name):
 def test_list(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(drafters, "user_cache", lambda: tmp_path)
     monkeypatch.setattr(sys, "argv", ["mlx_eagle.generate", "--list"])
+    monkeypatch.setenv("COLUMNS", "1000")
     program.main()
     before = capsys.readouterr().out
     assert "none yet" in before and this_machine().advice in before
@@ -389,9 +390,9 @@ def test_list(monkeypatch, capsys, tmp_path):
 
 def test_the_list_breaks_between_words_in_a_terminal(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["mlx_eagle.generate", "--list"])
+    monkeypatch.setenv("COLUMNS", "1000")
     program.main()
     whole = capsys.readouterr().out
-    assert max(map(len, whole.splitlines())) > 120
     for columns in (80, 100):
         monkeypatch.setenv("COLUMNS", str(columns))
         program.main()

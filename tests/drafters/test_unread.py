@@ -7,7 +7,7 @@ from helpers import tiny_llama
 
 import mlx_eagle
 from mlx_eagle.convert import convert
-from mlx_eagle.drafters.kinds import refuse_unread
+from mlx_eagle.drafters.kinds import OTHERWISE, recognise
 from mlx_eagle.drafters.pairs import PAIRS, drafters_for
 
 KINDS = {
@@ -26,7 +26,7 @@ KINDS = {
 def test_it_is_named(title):
     names, config = KINDS[title]
     with pytest.raises(ValueError, match=title.partition(",")[0]) as caught:
-        refuse_unread(names, config, "somebody/drafter")
+        recognise(names, config, "somebody/drafter")
     assert "which is not read; use an EAGLE or DFlash head" in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -42,7 +42,8 @@ def test_it_is_named(title):
     ],
 )
 def test_a_whole_model_and_an_eagle_head_are_none(names):
-    refuse_unread(names, {"model_type": "glm4_moe"}, "somebody/model")
+    found = recognise(names, {"model_type": "glm4_moe"}, "somebody/model")
+    assert found == ("eagle3" if "midlayer.hidden_norm.weight" in names else OTHERWISE)
 
 
 NAMES = {
@@ -74,7 +75,7 @@ def test_what_works_for_the_target_is_said():
         ({}, "draft", "mlx-community/gemma-4-31b-it-4bit"),
     ):
         with pytest.raises(ValueError, match=rf"for google/gemma-4-31B-it there is {first} or "):
-            refuse_unread(["hnorm.weight"], config, source, target)
+            recognise(["hnorm.weight"], config, source, target)
 
 
 def test_both_doors_say_it(tmp_path):
