@@ -28,7 +28,6 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_eagle.drafters.config import Eagle3Config
-from mlx_eagle.drafters.folder import bits_of
 from mlx_eagle.drafters.head import Eagle3Head
 from mlx_eagle.drafters.head_weights import AttachedHead, load_head
 from mlx_eagle.system.loading import load

@@ -8,7 +8,6 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_eagle.drafters.config import Eagle3Config
-from mlx_eagle.drafters.folder import bits_of
 from mlx_eagle.drafters.kind import Tensor, Tensors
 from mlx_eagle.drafters.kinds import KINDS, OTHERWISE, is_converted, recognise
 from mlx_eagle.drafters.target_parts import (

@@ -15,7 +15,8 @@ import mlx.core as mx
 from huggingface_hub import ModelCardData
 
 from mlx_eagle.drafters.config import Eagle3Config
-from mlx_eagle.drafters.folder import bits_of, read_config
+from mlx_eagle.drafters.folder import read_config
+from mlx_eagle.drafters.quantize import bits_of
 from mlx_eagle.system.atomic_folder import new_folder
 from mlx_eagle.system.hub import INSIDE, REPO_ID, locate
 from mlx_eagle.system.safetensors import save_arrays

@@ -7,8 +7,20 @@ import ast
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import glm4_moe_lite, qwen3_5
+
+from mlx_eagle.decoding.pass_costs import TargetWeights
+from mlx_eagle.drafters.assistant import Assistant, AssistantConfig
+from mlx_eagle.drafters.block_config import BlockConfig
+from mlx_eagle.drafters.dflash import DFlashHead
+from mlx_eagle.drafters.mtp import outline
 from mlx_eagle.drafters.pairs import PAIRS, targets_within
+from mlx_eagle.drafters.quantize import Quantization, num_bytes, quantize_now
+from mlx_eagle.system.device import weight_bytes
 
 PACKAGE = Path(__file__).parents[1] / "mlx_eagle"
 HUB = "https://huggingface.co"
@@ -45,6 +57,135 @@ def memory_table() -> str:
     return markdown_table(["memory", "targets"], rows)
 
 
+def qwen(hidden_size: int, intermediate_size: int, heads: int, **more: Any) -> nn.Module:
+    """A model with the layers' sizes of one of Qwen3.5; a few layers stand for all."""
+    text = {
+        "hidden_size": hidden_size,
+        "intermediate_size": intermediate_size,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "num_hidden_layers": 4,
+        **more,
+    }
+    return qwen3_5.Model(qwen3_5.ModelArgs("qwen3_5", text))
+
+
+EXPERTS = {
+    "num_key_value_heads": 2,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+}
+QWEN_TOKENS = 248320
+GEMMA_TOKENS = 262144
+
+
+def assistant(target_hidden_size: int, heads: int, **more: Any) -> Callable[[], Assistant]:
+    """The assistant of a Gemma 4 of that hidden size."""
+    sizes: dict[str, Any] = {
+        "hidden_size": 1024,
+        "target_hidden_size": target_hidden_size,
+        "vocab_size": GEMMA_TOKENS,
+        "intermediate_size": 8192,
+        "num_heads": heads,
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "layer_types": ("sliding_attention",) * 3 + ("full_attention",),
+    }
+    return lambda: Assistant(AssistantConfig(**sizes | more))
+
+
+def dflash() -> DFlashHead:
+    """The DFlash head of Qwen3.5-9B."""
+    sizes = {"num_layers": 6, "num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
+    return DFlashHead(
+        BlockConfig(
+            hidden_size=4096,
+            intermediate_size=12288,
+            vocab_size=QWEN_TOKENS,
+            draft_vocab_size=QWEN_TOKENS,
+            taps=(2, 6, 10, 14, 18, 22, 26, 30),
+            mask_token_id=248070,
+            block_size=16,
+            **sizes,
+        )
+    )
+
+
+DRAFTERS: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "Qwen3.5-4B, MTP": (lambda: qwen(2560, 9216, 16), QWEN_TOKENS),
+    "Qwen3.5-9B, MTP": (lambda: qwen(4096, 12288, 16), QWEN_TOKENS),
+    "Qwen3.5-27B, MTP": (lambda: qwen(5120, 17408, 24), QWEN_TOKENS),
+    "Qwen3.5-35B-A3B, MTP": (lambda: qwen(2048, 512, 16, **EXPERTS), QWEN_TOKENS),
+    "GLM-4.7-Flash, MTP": (
+        lambda: glm4_moe_lite.Model(glm4_moe_lite.ModelArgs(num_hidden_layers=2)),
+        glm4_moe_lite.ModelArgs().vocab_size,
+    ),
+    "Qwen3.5-9B, DFlash": (dflash, QWEN_TOKENS),
+    "Gemma 4 E4B, assistant": (
+        assistant(
+            2560, 4, hidden_size=256, intermediate_size=2048, num_centroids=2048, centroid_top_k=32
+        ),
+        0,
+    ),
+    "Gemma 4 12B, assistant": (assistant(3840, 16), 0),
+    "Gemma 4 26B-A4B, assistant": (assistant(2816, 16), 0),
+    "Gemma 4 31B, assistant": (assistant(5376, 32), 0),
+}
+"""Drafters of targets in 4 bits, or a target with MTP layers, and the rows of its output matrix.
+
+An assistant has an output matrix of its own, 0 rows of the target's.
+"""
+
+
+def draft_bytes(name: str, quantization: Quantization | None) -> int:
+    """Bytes of a drafter's own weights that one forward of it reads."""
+    build, _ = DRAFTERS[name]
+    module = build()
+    if name.endswith("MTP"):
+        head: nn.Module = outline(module, quantization)
+    else:
+        head = module
+        head.set_dtype(mx.bfloat16)
+        quantize_now(head, None, quantization)
+    unread = 0
+    if head.get("centroids") is not None:  # rows of a few clusters are read
+        config = head.config
+        unread = (
+            weight_bytes(head.embed_tokens)
+            * (config.num_centroids - config.centroid_top_k)
+            // config.num_centroids
+        )
+    return TargetWeights.of(head).row_bytes - unread
+
+
+def output_bytes(name: str, num_tokens: int | None = None) -> float:
+    """Bytes of so many rows of the target's output matrix in 4 bits, None: of all."""
+    build, num_rows = DRAFTERS[name]
+    if not num_rows:
+        return 0.0
+    module = build()
+    width = next(m for m in module.modules() if isinstance(m, nn.RMSNorm)).weight.size
+    packing = {"": {"group_size": 64, "bits": 4}}
+    return num_bytes({"": (num_tokens or num_rows, width)}, packing)
+
+
+def draft_table() -> str:
+    """Bytes that a forward of a drafter reads: as published, quantized, and of its output."""
+    rows = []
+    for name in DRAFTERS:
+        before = draft_bytes(name, None)
+        after = draft_bytes(name, Quantization())
+        output = [output_bytes(name, num) for num in (None, 65536)]
+        cells = [f"{size / 1e6:.0f} MB" if size else "its own" for size in output]
+        sizes = [f"{size / 1e6:.0f} MB" for size in (before, after)]
+        rows.append([name, *sizes, f"{after / before:.2f}", *cells])
+    header = ["drafter", "in 16 bits", "in 4 and 6", "share", "all outputs", "65,536 of them"]
+    return markdown_table(header, rows)
+
+
 def file_tables() -> str:
     """The files of every folder of the package, with the first line of their docstrings."""
     parts = []
@@ -71,5 +212,6 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "pairs": pair_table,
     "memory": memory_table,
+    "drafts": draft_table,
     "files": file_tables,
 }

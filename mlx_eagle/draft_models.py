@@ -256,10 +256,12 @@ def open_beside(
     )
 
 
-def _open_checkpoint(path: Path, name: str, model: nn.Module, q_bits: int | None) -> Drafter:
+def _open_checkpoint(
+    path: Path, name: str, model: nn.Module, packing: Quantization | None
+) -> Drafter:
     """A head as published: its converted form, from the cache where it is there and usable."""
     target = sizes_of(model)
-    folder = cached_folder(path, q_bits, target)
+    folder = cached_folder(path, packing, target)
     if folder.is_dir():
         try:
             return load_drafter(folder, model)
@@ -267,46 +269,55 @@ def _open_checkpoint(path: Path, name: str, model: nn.Module, q_bits: int | None
             print(f"{folder} is converted again, for it cannot be used: {err}", file=sys.stderr)
             discard_folder(folder)
     try:
-        return load_drafter(converted(path, name, q_bits, target), model)
+        return load_drafter(converted(path, name, packing, target), model)
     except CannotWrite as err:
         print(f"warning: the converted head is not kept: {err}", file=sys.stderr)
     with TemporaryDirectory() as place:
-        return load_drafter(_convert(path, name, Path(place) / "head", q_bits, target), model)
+        return load_drafter(_convert(path, name, Path(place) / "head", packing, target), model)
 
 
-def cached_folder(path: Path, q_bits: int | None, target: TargetSizes) -> Path:
+def cached_folder(path: Path, packing: Quantization | None, target: TargetSizes) -> Path:
     """The folder of a checkpoint's converted form for such a target, made or not."""
     files = [path] if path.is_file() else sorted(f for f in path.iterdir() if f.is_file())
     stamp = "".join(f"{f.name}:{f.stat().st_size}:{f.stat().st_mtime_ns};" for f in files)
-    key = f"{path.resolve()};{q_bits};{target};{stamp}"
+    key = f"{path.resolve()};{packing};{target};{stamp}"
     digest = hashlib.sha256(key.encode()).hexdigest()[:12]
-    packed = "mixed" if q_bits is None else f"{q_bits}bit"
-    return heads_folder() / f"{path.stem}-{packed}-{digest}"
+    return heads_folder() / f"{path.stem}-{_short(packing)}-{digest}"
 
 
-def converted(path: Path, name: str, q_bits: int | None, target: TargetSizes) -> Path:
+def _short(packing: Quantization | None) -> str:
+    """A quantization as part of a name: "dense", "mixed" or "8bit"."""
+    if packing is None:
+        return "dense"
+    return "mixed" if packing.bits is None else f"{packing.bits}bit"
+
+
+def converted(path: Path, name: str, packing: Quantization | None, target: TargetSizes) -> Path:
     """The converted form of an unconverted checkpoint, made once and kept in the cache.
 
     Of several processes one converts, and the others wait for its folder. Raises CannotWrite
     where the cache cannot be written.
     """
-    folder = cached_folder(path, q_bits, target)
+    folder = cached_folder(path, packing, target)
     with locked(folder.parent, lambda: print(f"{name}: another process is converting; waiting.")):
         if folder.is_dir():
             return folder
         try:
-            return _convert(path, name, folder, q_bits, target)
+            return _convert(path, name, folder, packing, target)
         except AlreadyThere:  # where the file system has no locks
             return folder
 
 
-def _convert(path: Path, name: str, folder: Path, q_bits: int | None, target: TargetSizes) -> Path:
+def _convert(
+    path: Path, name: str, folder: Path, packing: Quantization | None, target: TargetSizes
+) -> Path:
     from .convert import convert  # heavier than the runtime, and rarely needed
 
-    bits = "" if q_bits is None else f" to {q_bits} bits"
-    print(f"{name} is not converted yet: converting it{bits} into {folder}.")
+    print(f"{name} is not converted yet: converting it ({_short(packing)}) into {folder}.")
+    is_packed = packing is not None
+    bits = None if packing is None else packing.bits
     with Bar("Converting", "tensor") as progress:
-        convert(str(path), str(folder), q_bits=q_bits, target=target, progress=progress)
+        convert(str(path), str(folder), is_packed, q_bits=bits, target=target, progress=progress)
     return folder
 
 

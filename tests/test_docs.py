@@ -363,6 +363,22 @@ def test_tables_made_from_the_code_are_whole():
     assert all(file and line for file, line in cells)
 
 
+def test_what_drafters_read_is_counted_from_their_shapes():
+    """Against published sizes: MTP layers of 810 MiB (15 tensors), a DFlash head of 2.41 GiB."""
+    tables = tables_module()
+    dense = {name: tables.draft_bytes(name, None) for name in tables.DRAFTERS}
+    assert dense["Qwen3.5-27B, MTP"] == pytest.approx(810 * 2**20, rel=0.001)
+    assert dense["Qwen3.5-9B, DFlash"] == pytest.approx(2.41 * 2**30, rel=0.005)
+    # Of 256 experts of 3 x 2048 x 512 numbers, 8 are read.
+    shared = 2 * (2 * 2048**2 + 3 * 16 * 256 * 2048 + 2 * 2 * 256 * 2048 + 2048 * (256 + 1))
+    experts = 2 * 3 * 2048 * 512 * (8 + 1)
+    assert dense["Qwen3.5-35B-A3B, MTP"] == pytest.approx(shared + experts, rel=0.001)
+    for name in tables.DRAFTERS:
+        assert tables.draft_bytes(name, tables.Quantization()) <= 0.35 * dense[name]
+        full, some = (tables.output_bytes(name, num) for num in (None, 65536))
+        assert some <= full / 2 or "assistant" in name
+
+
 @pytest.mark.exhaustive
 def test_the_levels_of_the_architecture_page():
     """All packages are there, each above those it imports; the drawing says the same."""

@@ -26,6 +26,7 @@ from ..system.cli_values import (
     add_version_flag,
     check_choice,
     check_ranges,
+    read_number,
     use_plain_words,
 )
 from ..system.device import DTYPES, prepare_device
@@ -52,6 +53,10 @@ RANGES = (
 DTYPE_HELP = (
     "Floats of the target. Default: as stored; on a CPU float32, with packed weights unpacked, "
     "where the memory is enough."
+)
+BITS_HELP = (
+    "Quantize an unquantized drafter while loading it; none: leave it as it is. Default: as "
+    "converted, or, if it is not converted, 4 bits for a target in 4 or fewer, 8 for one in more."
 )
 DRAFT_WINDOW_HELP = (
     "Keep only the newest N slots of the head's cache, beside the first few: drafts then cost the "
@@ -81,12 +86,7 @@ def add_draft_flags(parser: argparse.ArgumentParser) -> None:
                 "Draft tokens per step. 0 turns drafting off; auto (default) picks the length per "
                 "step and turns drafting off where it does not help."
             )
-    parser.add_argument(
-        "--quantize-draft",
-        type=int,
-        metavar="BITS",
-        help="Quantize an unquantized head while loading it.",
-    )
+    parser.add_argument("--quantize-draft", type=quantized_bits, metavar="BITS", help=BITS_HELP)
     parser.add_argument("--draft-window", type=int, metavar="N", help=DRAFT_WINDOW_HELP)
     parser.add_argument("--dtype", choices=DTYPES, help=DTYPE_HELP)
     parser.add_argument(
@@ -173,6 +173,15 @@ def draft_length(text: str) -> int | str:
         raise argparse.ArgumentTypeError(f"{text!r} is neither a whole number nor {AUTO}") from err
 
 
+def quantized_bits(text: str) -> int:
+    """The value of ``--quantize-draft``: a number of bits, 0 for "none"."""
+    bits = 0 if text == "none" else read_number(int, text)
+    if text != "none" and bits not in QUANTIZED_BITS:
+        listed = ", ".join(map(str, QUANTIZED_BITS))
+        raise argparse.ArgumentTypeError(f"{text} bits cannot be had: give {listed} or none")
+    return int(bits)
+
+
 def check_draft_flags(args: argparse.Namespace) -> None:
     """Raise ValueError for a draft length, a tree or a temperature that make no sense."""
     length = args.num_draft_tokens
@@ -182,7 +191,6 @@ def check_draft_flags(args: argparse.Namespace) -> None:
         )
     if args.tree is not None:
         read_tree(args.tree)
-    check_choice("quantize_draft", args.quantize_draft, QUANTIZED_BITS)
     check_ranges(args, RANGES)
 
 

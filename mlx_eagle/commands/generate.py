@@ -20,6 +20,7 @@ from ..decoding.stats import Stats
 from ..draft_models import head_lines
 from ..drafters.base import Drafter
 from ..drafters.pairs import pair_lines
+from ..drafters.quantize import packing_words
 from ..generate import footer, stream_generate
 from ..system.atomic_folder import check_writable
 from ..system.cli_values import LARGEST
@@ -229,6 +230,9 @@ def generate_and_report(
         print("\n".join(footer(response)))
     if args.memory:
         print("\n".join(memory_lines(before, memory)))
+        if drafter is not None and drafter.modules():
+            bits = 8 * memory["head_weight_bytes"] / memory["head_parameters"]
+            print(f"The head is {packing_words(drafter.modules())}: {bits:.1f} bits a parameter.")
     if args.stats_json:
         counts = {
             "prompt_tokens": response.prompt_tokens,

@@ -103,7 +103,7 @@ def load_demo(
     model.set_dtype(dtype)
     mx.eval(model.parameters())
     drafter = eagle3.load(HEAD, read_config(HEAD), model, LoadOptions(quantize_bits))
-    if not quantized and quantize_bits is None:
+    if not quantized and not quantize_bits:
         drafter.head = dequantize_model(drafter.head)
         mx.eval(drafter.head.parameters())  # no other thread could compute them
     return model, tokenizer, drafter

@@ -324,11 +324,11 @@ def _check_head(model_name: str, name: str | None, model: nn.Module) -> Finding:
     if name in KINDS and KINDS[name].by_name is not None:
         title = KINDS[name].title
         if KINDS[name].comes_with(model_name):
-            return Finding("draft model", f"{title} of the target's own")
+            return Finding("draft model", f"{title} of the target's own{_packing(model)}")
         wrong = f"there is no {name} in the target's checkpoint, nor in what it was made from"
         return Finding("draft model", wrong, "problem", "name another drafter")
     if name in (None, "auto"):
-        return _known_head(model_name, name)
+        return _known_head(model_name, name, model)
     path = Path(str(name)).expanduser()
     if not path.exists():
         if REPO_ID.fullmatch(str(name)) or INSIDE.fullmatch(str(name)):
@@ -346,7 +346,22 @@ def _check_head(model_name: str, name: str | None, model: nn.Module) -> Finding:
     return Finding("draft model", said)
 
 
-def _known_head(model_name: str, name: str | None) -> Finding:
+def _packing(model: nn.Module) -> str:
+    """The size of the target's own layers, and what they are quantized to while loading."""
+    head = outline(model, None)
+    quantization = usual_quantization(model, this_machine())
+    if not head.layers or quantization is None:
+        return ", which stays as it is"
+    before = weight_bytes(head)
+    packed = outline(model, quantization)
+    after = weight_bytes(packed)
+    return (
+        f", {packing_words([packed])} while it is loaded: {after / 1e6:.0f} MB in place of "
+        f"{before / 1e6:.0f} MB"
+    )
+
+
+def _known_head(model_name: str, name: str | None, model: nn.Module) -> Finding:
     """The draft model that "auto", or no name, stands for."""
     pair = next(known_pairs(model_name), None)
     if pair is None:
@@ -356,4 +371,4 @@ def _known_head(model_name: str, name: str | None) -> Finding:
     if pair.head == pair.kind:
         return Finding("draft model", f"{KINDS[pair.kind].title} of the target's own")
     known = f"{pair.kind}, {pair.size}, licence: {pair.licence}"
-    return Finding("draft model", f"{pair.head} ({known}) is what --draft-model auto takes")
+    return Finding("draft model", f"{pair.head} ({known}) is what --draft-model auto takes{done}")

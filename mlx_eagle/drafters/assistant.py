@@ -39,12 +39,12 @@ from .folder import (
     check_tensors,
     fill,
     quantize_as_stored,
-    quantize_now,
     read_weights,
     rows_of,
     shapes_of,
 )
 from .kind import LoadOptions, Tensor, Tensors
+from .quantize import quantize_now
 from .target_parts import TargetSizes, activation_dtype, find_embedding, sizes_of
 
 SLIDING = "sliding_attention"
@@ -402,6 +402,6 @@ def load(
                 f"the head's model.safetensors lacks {ORDERING}: convert the head again."
             )
         head.set_clusters(ordering)
-    quantize_now(head, quantization, options)
+    quantize_now(head, quantization, options.quantization())
     head.set_dtype(options.dtype or activation_dtype(find_embedding(model)[0]))
     return AssistantDrafter(head, model)

@@ -39,6 +39,7 @@ from .head import GATED, capped
 from .head_cache import check_window
 from .head_weights import draft_ids
 from .kind import Kind, LoadOptions, Tensors
+from .quantize import quantize_now
 from .target_parts import activation_dtype, embedding_scale, find_embedding, lm_head_of, sizes_of
 
 Caches = list[KVCache] | list[RaggedCache]
@@ -389,10 +390,10 @@ def load(
     to_target = draft_ids(weights.pop("d2t", None), config, sizes.vocab_size)
     with building("drafter", "it"):
         head = make_head(config)
-        if quantization := values.get("quantization"):
-            quantize_as_stored(head, weights, quantization)
+        if stored := values.get("quantization"):
+            quantize_as_stored(head, weights, stored)
     fill(head, weights)
-    quantize_now(head, values.get("quantization"), options, head.never_quantized)
+    quantize_now(head, stored, options.quantization(), head.never_quantized)
     embedding, _ = find_embedding(model)
     dtype = activation_dtype(embedding)
     dtype = make_head.for_float16 if dtype == mx.float16 else dtype

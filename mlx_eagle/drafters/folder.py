@@ -18,7 +18,7 @@ from ..system.cli_values import GROUP_SIZES, QUANTIZED_BITS
 from ..system.fields import BOOL, OBJECT, TEXT, FieldType, Table, check, is_whole, shown, whole
 from ..system.json_file import read_object
 from ..system.safetensors import read_header
-from .kind import LoadOptions, Tensors
+from .kind import Tensors
 from .target_parts import TargetSizes
 
 BITS = FieldType("2, 3, 4, 5, 6 or 8", lambda v: is_whole(v) and v in QUANTIZED_BITS)
@@ -213,47 +213,3 @@ def quantize_as_stored(
         return entry
 
     nn.quantize(module, class_predicate=params)
-
-
-def bits_of(quantization: Mapping[str, Any]) -> str:
-    """The bits of a ``quantization`` entry for people.
-
-    {"group_size": 64, "bits": 5, "lm_head": {"group_size": 64, "bits": 6}} -> "5 to 6 bits"
-    """
-    own = [entry["bits"] for entry in quantization.values() if isinstance(entry, dict)]
-    least = min([quantization["bits"], *own])
-    most = max([quantization["bits"], *own])
-    return f"{least} bits" if least == most else f"{least} to {most} bits"
-
-
-def quantize_now(
-    module: nn.Module,
-    stored: Mapping[str, Any] | None,
-    options: LoadOptions,
-    kept: str | tuple[str, ...] = (),
-) -> None:
-    """Quantize a module as ``options`` ask; ``stored`` is the ``quantization`` entry it has.
-
-    Layers whose path ends in ``kept`` stay as they are.
-
-    Raises ValueError where there is one, or for bits that MLX does not have.
-    """
-    bits = options.quantize_bits
-    group_size = options.quantize_group_size
-    if bits is None:
-        return
-    if stored:
-        raise ValueError(
-            f"the head is already quantized to {bits_of(stored)}: load it as it is, or "
-            "convert it again with another --q-bits."
-        )
-    if bits not in QUANTIZED_BITS:
-        raise ValueError(f"cannot quantize to {bits} bits: give 2, 3, 4, 5, 6 or 8.")
-
-    def fits(path: str, layer: nn.Module) -> bool:
-        if not hasattr(layer, "to_quantized") or path.endswith(kept):
-            return False
-        fitting: bool = layer.weight.shape[-1] % group_size == 0
-        return fitting
-
-    nn.quantize(module, group_size=group_size, bits=bits, class_predicate=fits)

@@ -13,9 +13,10 @@ from ..system.hub import locate
 from ..target.masks_and_ropes import evaluate_ropes
 from .base import index_of
 from .config import Eagle3Config
-from .folder import building, fill, quantize_as_stored, quantize_now, read_config, read_weights
+from .folder import building, fill, quantize_as_stored, read_config, read_weights
 from .head import Eagle3Head
 from .kind import LoadOptions
+from .quantize import quantize_now
 from .target_parts import activation_dtype, find_embedding, lm_head_of, rows_of_lm_head, sizes_of
 
 INTEGERS = (mx.int8, mx.int16, mx.int32, mx.int64)
@@ -182,7 +183,7 @@ def attach_head(
     if config.lm_head_source == "target_rows" and to_target is not None:
         weights.update(rows_of_lm_head(model, embedding, to_target))
     head = build_head(config, weights, values.get("quantization"))
-    quantize_now(head, values.get("quantization"), options)
+    quantize_now(head, values.get("quantization"), options.quantization())
     head.set_dtype(options.dtype or activation_dtype(embedding))
     embed = head.embed_tokens if config.embed_source == "file" else embedding
     if config.lm_head_source == "target":

@@ -11,6 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .base import Drafter
+from .quantize import Quantization, usual_quantization
 from .target_parts import TargetSizes
 
 
@@ -41,9 +42,10 @@ Tensors = Mapping[str, Tensor]
 class LoadOptions:
     """Options for loading a drafter.
 
-    ``quantize_bits`` quantizes an unquantized one; it computes in ``dtype``, None for the
-    target's own. ``tokenizer`` is the target's, where it is known, to compare vocabularies,
-    and ``target`` the folder or repository that the target is from.
+    ``quantize_bits`` quantizes an unquantized one, 0: it stays as it is; None: it is as it was
+    converted, or, where it is opened as published, as ``usual_quantization`` says. It computes in
+    ``dtype``, None for the target's own. ``tokenizer`` is the target's, where it is known, to
+    compare vocabularies, and ``target`` the folder or repository that the target is from.
     """
 
     quantize_bits: int | None = None
@@ -51,6 +53,17 @@ class LoadOptions:
     dtype: mx.Dtype | None = None
     tokenizer: Any = None
     target: str | None = None
+
+    def quantization(self, published_for: nn.Module | None = None) -> Quantization | None:
+        """The quantization of a drafter while it is loaded; None: none.
+
+        ``published_for`` is the target of one that is opened as published. Raises ValueError for
+        bits that MLX does not have.
+        """
+        if self.quantize_bits is None:
+            return None if published_for is None else usual_quantization(published_for)
+        bits = self.quantize_bits
+        return Quantization(bits, self.quantize_group_size) if bits else None
 
 
 @dataclass(frozen=True)

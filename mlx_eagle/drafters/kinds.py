@@ -141,8 +141,8 @@ def load_drafter(
 ) -> Drafter:
     """Load a converted drafter (a folder or a hub repo id) for ``model``, an mlx-lm model.
 
-    ``quantize_bits`` quantizes an unquantized one while loading. ``dtype`` is that of its
-    arithmetic, by default the target's own. For EAGLE heads, ``draft_cache`` is "exact" or
+    ``quantize_bits`` quantizes an unquantized one while loading (0: as it is). ``dtype`` is that
+    of its arithmetic, by default the target's own. For EAGLE heads, ``draft_cache`` is "exact" or
     "lagging" (see ``Eagle3Drafter``), and of the head's cache only the newest ``draft_window``
     slots are kept, beside the first few (None: all).
 

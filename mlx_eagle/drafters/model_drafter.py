@@ -129,7 +129,7 @@ def load(
     folder: Path, config: dict[str, Any], model: nn.Module, options: LoadOptions
 ) -> "ModelDrafter":
     """See ``Kind.load``."""
-    if options.quantize_bits is not None:
+    if options.quantize_bits:
         raise ValueError(
             f"{folder} is an ordinary model, which is not quantized while loading: make a "
             "quantized copy with mlx_lm.convert."

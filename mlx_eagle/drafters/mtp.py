@@ -31,6 +31,7 @@ from .mtp_layers import (
     window_of,
     with_final_norms,
 )
+from .quantize import Quantization, quantize_now
 from .target_parts import (
     TargetSizes,
     activation_dtype,
@@ -85,6 +86,14 @@ def make_mtp_head(target: nn.Module, names: Collection[str] = ()) -> MTPHead | M
     return MTPSteps(steps, [window_of(layer, args) for layer in layers], family.is_chained)
 
 
+def outline(target: nn.Module, quantization: Quantization | None) -> MTPHead | MTPSteps:
+    """Layers as they are loaded for ``target``, in bfloat16 or quantized; no weights are read."""
+    head = make_mtp_head(target)
+    head.set_dtype(mx.bfloat16)
+    quantize_now(head, None, quantization, kept=ROUTER)
+    return head
+
+
 def load_mtp(
     weights: Mapping[str, mx.array],
     target: nn.Module,
@@ -95,18 +104,24 @@ def load_mtp(
 
     The checkpoint as its makers published it, not as mlx-lm converts it; other tensors are
     ignored, so a shard can be given as ``mx.load`` reads it. ``quantization`` is what the config
-    says of those that are packed. Raises ValueError, in one sentence, where the target has no such
-    layer or the tensors are not those of its layer.
+    says of those that are packed, which stay so. Raises ValueError, in one sentence, where the
+    target has no such layer or the tensors are not those of its layer.
     """
     family = family_of(target)
+    options = options or LoadOptions()
     own = prepared(family.renamed(weights, len(target.layers)), family, target)
-    return _drafter_of(own, target, options or LoadOptions(), quantization or {})
+    packing = options.quantization(None if quantization else target)
+    return _drafter_of(own, target, options.dtype, quantization or {}, packing)
 
 
 def _drafter_of(
-    own: Weights, target: nn.Module, options: LoadOptions, quantization: Mapping[str, Any]
+    own: Weights,
+    target: nn.Module,
+    dtype: mx.Dtype | None,
+    quantization: Mapping[str, Any],
+    packing: Quantization | None,
 ) -> MTPDrafter:
-    """The drafter of parts as the head has them."""
+    """The drafter of parts as the head has them, to be packed where they are not."""
     family = family_of(target)
     if family.zero_centred:
         own = each_step(own, lambda part: with_final_norms(part, target))
@@ -114,10 +129,9 @@ def _drafter_of(
     _quantize(head, own, quantization)
     _check(head, own, family)
     head.load_weights(list(own.items()))
-    dtype = options.dtype or activation_dtype(find_embedding(target)[0])
-    head.set_dtype(dtype)
+    head.set_dtype(dtype or activation_dtype(find_embedding(target)[0]))
     head.load_weights([(n, w) for n, w in own.items() if n.endswith(FLOAT32)], strict=False)
-    quantize_now(head, quantization, options, kept=ROUTER)
+    quantize_now(head, quantization, packing, kept=ROUTER)
     mx.eval(head.parameters())
     if isinstance(head, MTPSteps):
         return SteppedMTPDrafter(head, target)
@@ -168,7 +182,8 @@ def load(
         weights = read_tensors(sorted(folder.glob("*.safetensors")), lambda name: True)
         return load_mtp(weights, model, options, quantization)
     made_for(config, folder / "config.json", sizes_of(model))
-    drafter = _drafter_of(read_weights(folder), model, options, quantization)
+    packing = options.quantization()
+    drafter = _drafter_of(read_weights(folder), model, options.dtype, quantization, packing)
     drafter.head.state_first = config.get("state_first") is True
     drafter.take_states(config.get("state_normed", drafter.head.state_normed) is True)
     return drafter

@@ -207,6 +207,11 @@ class Machine:
     products: Products | None = None
 
     @property
+    def prefers_floats(self) -> bool:
+        """Whether MLX multiplies packed weights more slowly here than the same in floats."""
+        return self.backend == "cpu"
+
+    @property
     def advice(self) -> str:
         """The expected gain of drafting here, in one sentence without its full stop."""
         if "Paravirtual" in self.name:

@@ -14,11 +14,11 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import dequantize_model
 
 from ..convert import convert
-from ..convert.quantize import Quantization, pack
 from ..drafters.config import Eagle3Config, default_ids
 from ..drafters.head import Eagle3Head
 from ..drafters.head_weights import load_head, split_weights
 from ..drafters.kinds import is_converted, kind_of
+from ..drafters.quantize import Quantization, pack
 from ..drafters.target_parts import activation_dtype, find_embedding, lm_head_of, rows_of_lm_head
 from ..system.atomic_folder import new_file
 from ..system.safetensors import save_arrays

@@ -14,7 +14,7 @@ import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..convert.checkpoint import open_target
-from ..convert.quantize import Quantization
+from ..drafters.quantize import Quantization
 from ..system.stop_signals import StopSignals
 from .batches import BatchOrder, make_batch
 from .data import Examples

@@ -23,10 +23,10 @@ from checkpoints import (
 from mlx_eagle.convert import convert, pipeline
 from mlx_eagle.convert.__main__ import main
 from mlx_eagle.convert.checkpoint import open_checkpoint
-from mlx_eagle.convert.quantize import Quantization
 from mlx_eagle.drafters.config import Eagle3Config
 from mlx_eagle.drafters.head import Eagle3Head
 from mlx_eagle.drafters.head_weights import fuse_weights
+from mlx_eagle.drafters.quantize import Quantization
 
 DEMO = Path(__file__).parents[1] / "data" / "eagle3-smollm2-135m-instruct"
 

@@ -1,6 +1,7 @@
 """The doctor's page: what is looked at, and that everything wrong is a line with what to do."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from mlx_eagle.convert import convert
 from mlx_eagle.doctor import __main__ as program
 from mlx_eagle.doctor import checks, packages
 from mlx_eagle.drafters.pairs import PAIRS, bytes_in_4_bits, targets_within
-from mlx_eagle.system.device import machine_of
+from mlx_eagle.system.device import Machine, machine_of
 
 M4 = machine_of({"device_name": "Apple M4 Pro", "architecture": "applegpu_g16s"}, "metal")
 
@@ -130,6 +131,25 @@ def test_real_targets_nested_configurations_too(tmp_path, monkeypatch, name):
     assert [int(text.split()[2].strip(":")) for text in said] == [size for size, _ in heads]
     for text, (_, rows) in zip(said, heads, strict=True):
         assert (f"up to {rows} rows" if rows else "no fused kernel") in text
+
+
+@pytest.mark.parametrize("name", ["mtp", None])
+@pytest.mark.parametrize("bits, said", [(4, "quantized to 4 to 6 bits"), (8, "to 8 bits")])
+def test_layers_of_the_targets_own_are_quantized(tmp_path, monkeypatch, name, bits, said):
+    """Qwen3.5-27B's are published in 15 tensors of 810 MiB."""
+    monkeypatch.setattr(checks, "this_machine", lambda: M4)
+    monkeypatch.setattr(checks, "memory", lambda machine: (64e9, 48e9))
+    packing = {"quantization": {"group_size": 64, "bits": bits}}
+    target = write_config(tmp_path / "its own", QWEN35_27B | packing)
+    weights = {"mtp.fc.weight": mx.zeros((1, 2))}  # only the name is read
+    mx.save_safetensors(str(tmp_path / "its own" / "model.safetensors"), weights)
+    text = found_by_name(target, name)["draft model"].text
+    assert said in text
+    after, before = map(int, re.findall(r"(\d+) MB", text))
+    assert before == round(810 * 2**20 / 1e6)
+    assert after <= (0.35 if bits == 4 else 0.6) * before
+    monkeypatch.setattr(checks, "this_machine", lambda: Machine("a CPU", "cpu", "unknown"))
+    assert "stays as it is" in found_by_name(target, name)["draft model"].text
 
 
 def test_other_machines_have_other_passes(tmp_path, monkeypatch):

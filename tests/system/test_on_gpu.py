@@ -10,6 +10,7 @@ from tolerances import tolerance
 from mlx_eagle.convert.quantize import pack
 from mlx_eagle.decoding import generate_step
 from mlx_eagle.decoding.decoder import Decoder
+from mlx_eagle.drafters.quantize import pack
 from mlx_eagle.drafters.tree import parse_tree
 from mlx_eagle.system.device import this_machine
 from mlx_eagle.target.probe import check_trees

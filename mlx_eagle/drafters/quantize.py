@@ -1,18 +1,26 @@
-"""Quantization of a head: the bits and the group size of each matrix, and its packing."""
+"""Quantization of a drafter: the bits and the group size of each matrix, and its packing.
+
+``usual_quantization`` is the rule for drafters that are opened as they were published.
+"""
 
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 
-from mlx_eagle.system.cli_values import GROUP_SIZES, QUANTIZED_BITS
+from ..system.cli_values import GROUP_SIZES, QUANTIZED_BITS
+from ..system.device import Machine, this_machine
 
 Packing = dict[str, int]
 """The packing of a matrix, as in a ``quantization`` entry: {"group_size": 64, "bits": 5}"""
 
 USUAL_BITS = 4
+MORE_BITS = 8
+"""Bits of a drafter whose target has more than ``USUAL_BITS``."""
 FINE_BITS = ({"fc": 6, "lm_head": 6}, {"fc": 5, "lm_head": 6}, {"fc": 5, "lm_head": 5})
 """Bits of the fusion and the output matrix, best first: nearly all loss is from their rounding."""
 MOST_BYTES = 1.3
@@ -39,6 +47,12 @@ class Quantization:
             raise ValueError(
                 f"cannot quantize in groups of {self.group_size}; choose one of {GROUP_SIZES}"
             )
+
+    @property
+    def words(self) -> str:
+        """The bits for people: "8 bits", or "4 to 6 bits"."""
+        most = max(FINE_BITS[0].values())
+        return between(self.bits or USUAL_BITS, self.bits or most)
 
     def choose(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Packing | None]:
         """The packing of each matrix by its path; None if no group size divides its width.
@@ -101,5 +115,80 @@ def pack(name: str, weight: mx.array, packing: Packing) -> dict[str, mx.array]:
     machine. That takes 8 ns per weight, 3 s for the head of an 8B model.
     """
     path = name.removesuffix(".weight")
-    packed, scales, biases = mx.quantize(weight, **packing, stream=mx.cpu)
+    packed, scales, biases = mx.quantize(
+        weight, packing["group_size"], packing["bits"], stream=mx.cpu
+    )
     return {name: packed, f"{path}.scales": scales, f"{path}.biases": biases}
+
+
+def usual_quantization(target: nn.Module, machine: Machine | None = None) -> Quantization | None:
+    """The quantization of a drafter that is opened as published; None: it stays as it is.
+
+    Beside a target in 4 bits or fewer the converter's own, with more 8 bits. It stays beside a
+    target that is not quantized, and where packed weights multiply more slowly than floats.
+    ``machine`` is this one unless given.
+    """
+    weights = weights_by_bits([target])
+    packed = {bits: num for bits, num in weights.items() if bits in QUANTIZED_BITS}
+    if not packed or (machine or this_machine()).prefers_floats:
+        return None
+    most = max(packed, key=lambda bits: packed[bits])
+    return Quantization(None if most <= USUAL_BITS else MORE_BITS)
+
+
+def weights_by_bits(modules: Iterable[nn.Module]) -> Counter[int]:
+    """Number of weights of layers by the bits that each takes, without its scales."""
+    found: Counter[int] = Counter()
+    for module in modules:
+        for layer in module.modules():
+            weight = layer.get("weight")
+            if isinstance(weight, mx.array) and weight.ndim > 1:
+                bits = layer.bits if "scales" in layer else 8 * weight.itemsize
+                found[bits] += 8 * weight.nbytes // bits
+    return found
+
+
+def packing_words(modules: Iterable[nn.Module]) -> str:
+    """The packing of a drafter for people: "quantized to 4 to 6 bits", or "not quantized"."""
+    bits = [bits for bits in weights_by_bits(modules) if bits in QUANTIZED_BITS]
+    return f"quantized to {between(min(bits), max(bits))}" if bits else "not quantized"
+
+
+def between(least: int, most: int) -> str:
+    """4, 6 -> "4 to 6 bits" """
+    return f"{least} bits" if least == most else f"{least} to {most} bits"
+
+
+def bits_of(quantization: Mapping[str, Any]) -> str:
+    """The bits of a ``quantization`` entry for people.
+
+    {"group_size": 64, "bits": 5, "lm_head": {"group_size": 64, "bits": 6}} -> "5 to 6 bits"
+    """
+    own = [entry["bits"] for entry in quantization.values() if isinstance(entry, dict)]
+    return between(min([quantization["bits"], *own]), max([quantization["bits"], *own]))
+
+
+def quantize_now(
+    module: nn.Module,
+    stored: Mapping[str, Any] | None,
+    quantization: Quantization | None,
+    kept: str | tuple[str, ...] = (),
+) -> None:
+    """Quantize a module, None: not at all; ``stored`` is the ``quantization`` entry it has.
+
+    Layers whose path ends in ``kept`` stay as they are. Raises ValueError where there is an entry.
+    """
+    if quantization is None:
+        return
+    if stored:
+        raise ValueError(
+            f"the head is already quantized to {bits_of(stored)}: load it as it is, or "
+            "convert it again with another --q-bits."
+        )
+    shapes = {
+        path: layer.weight.shape
+        for path, layer in module.named_modules()
+        if hasattr(layer, "to_quantized") and not path.endswith(kept)
+    }
+    chosen = quantization.choose(shapes)
+    nn.quantize(module, class_predicate=lambda path, _: chosen.get(path) or False)
