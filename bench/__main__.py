@@ -138,7 +138,7 @@ def load_models(args: argparse.Namespace) -> tuple[Models, dict[str, str]]:
     for name in () if takes_all else wanted:
         find_drafter(name, args.model)
     if args.model is None:
-        model, tokenizer, own = load_demo(dtype=args.dtype)
+        model, tokenizer, own = load_demo(dtype=args.dtype, quantize_bits=args.quantize_draft)
     else:
         model, tokenizer = load(args.model, dtype=args.dtype)
         own = None
@@ -164,8 +164,9 @@ def load_models(args: argparse.Namespace) -> tuple[Models, dict[str, str]]:
     if not drafters:
         raise ValueError(f"no known drafter of {args.model} can be opened: name another.")
     names["head"] = ", ".join(drafters)
-    if args.draft_window is not None:
-        names["head"] += f", draft window {args.draft_window}"
+    for what, value in (("window", args.draft_window), ("vocabulary", args.draft_vocab)):
+        if value is not None:
+            names["head"] += f", draft {what} {value}"
     compared = None
     if args.compare is not None:
         names["compared"] = args.compare[1]

@@ -8,9 +8,17 @@ from math import inf
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mlx_eagle.commands.flags import DRAFT_WINDOW, DRAFT_WINDOW_HELP, DTYPE_HELP
+from mlx_eagle.commands.flags import (
+    BITS_HELP,
+    DRAFT_VOCAB_HELP,
+    DRAFT_WINDOW,
+    DRAFT_WINDOW_HELP,
+    DTYPE_HELP,
+    quantized_bits,
+)
 from mlx_eagle.decoding.setup import AUTO
 from mlx_eagle.draft_models import LOOKUP, split_name
+from mlx_eagle.drafters.output_rows import read_draft_vocab
 from mlx_eagle.drafters.tree import parse_tree
 from mlx_eagle.system.cli_values import (
     LARGEST,
@@ -77,6 +85,8 @@ def build_parser() -> argparse.ArgumentParser:
     words += "is every known drafter of --model."
     add("--draft-model", metavar="NAME,...", help=words)
     add("--draft-window", type=int, metavar="N", help=DRAFT_WINDOW_HELP)
+    add("--draft-vocab", metavar="N|FILE|full", help=DRAFT_VOCAB_HELP)
+    add("--quantize-draft", type=quantized_bits, metavar="BITS", help=BITS_HELP)
     add("--dtype", choices=DTYPES, help=DTYPE_HELP)
     words = f"{', '.join(SETS)}, or JSONL files; repeatable (default: all three sets)."
     add("--prompts", action="append", default=[], metavar="NAME,...", help=words)

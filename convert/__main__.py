@@ -6,6 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from mlx_eagle.drafters.output_rows import read_draft_vocab
 from mlx_eagle.system.cli_values import (
     LARGEST,
     Range,
@@ -27,7 +28,6 @@ RANGES = (
     Range("rope_theta", 1.0, 1e30, "a number from 1 to 1e30"),
     Range("num_layers", 1, LARGEST, "1 or more"),
     Range("mask_token_id", 0, LARGEST, "0 or more"),
-    Range("draft_vocab", 1, LARGEST, "1 or more"),
     Range("aux_offset", -LARGEST, LARGEST, f"a number from -{LARGEST} to {LARGEST}"),
 )
 
@@ -53,7 +53,8 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add("--target", help="the model the head was trained for: folder or repository id")
     add("--check", action="store_true", help="measure the head on the target (needs --target)")
-    add("--draft-vocab", type=int, metavar="N", help="keep only N draft tokens: a cheaper draft")
+    words = "draft only N tokens, the first, or those of a file of ids: cheaper drafts"
+    add("--draft-vocab", metavar="N|FILE|full", help=words)
     add("--draft-vocab-text", metavar="FILE", help="the N tokens most frequent in this text")
     pair = ("HEAD", "DIR")
     add("--to-pytorch", nargs=2, metavar=pair, help="write a converted head for vLLM and SGLang")
@@ -77,7 +78,8 @@ def check_arguments(args: argparse.Namespace) -> None:
     if args.hf_path is None:
         raise ValueError("nothing to convert; name a checkpoint with --hf-path")
     check_ranges(args, RANGES)
-    if args.draft_vocab is None and args.draft_vocab_text is not None:
+    wanted = read_draft_vocab(args.draft_vocab)
+    if not isinstance(wanted, int) and args.draft_vocab_text is not None:
         raise ValueError(
             "--draft-vocab-text says which tokens to keep; say how many with --draft-vocab"
         )
@@ -100,9 +102,9 @@ def run(args: argparse.Namespace) -> None:
     options: dict[str, Any] = vars(args)
     overrides = Overrides(**{f.name: options.pop(f.name) for f in fields(Overrides)})
     options.pop("to_pytorch")
-    size = options.pop("draft_vocab")
+    read = read_draft_vocab(options.pop("draft_vocab"))
     text = options.pop("draft_vocab_text")
-    wanted = None if size is None else Trim(size, text)
+    wanted = None if read is None else Trim.of(read, text)
     with Bar("Converting", "tensor") as progress:
         convert(**options, overrides=overrides, draft_vocab=wanted, progress=progress)
 

@@ -17,6 +17,7 @@ from mlx_eagle.decoding.generate_step import speculative_generate_step
 from mlx_eagle.decoding.stats import Stats
 from mlx_eagle.drafters.base import Drafter
 from mlx_eagle.drafters.kind import Kind, LoadOptions
+from mlx_eagle.drafters.output_rows import with_draft_vocab
 
 from .check import QUESTIONS, as_saved, encode
 
@@ -100,12 +101,16 @@ def measure_acceptance(
         changed = {**config, **change}
         with as_saved(changed, weights) as folder:
             drafter = kind.load(folder, changed, model, LoadOptions())
+        drafter = with_draft_vocab(drafter, changed.get("draft_vocab"), model, tokenizer)
         runs = [_answer(model, drafter, prompt, num_tokens, stops) for prompt in prompts]
         return Reading(name, change, sum(runs[1:], runs[0]))
 
     resolved = measured("as resolved", {})
     others = []
-    for name, change in kind.readings(config).items():
+    readings = kind.readings(config)
+    if config.get("draft_vocab") is not None:
+        readings = {"full vocabulary": {"draft_vocab": None}} | readings
+    for name, change in readings.items():
         try:
             others.append(measured(name, change))
         except ValueError:  # a tap that this target lacks

@@ -1,6 +1,7 @@
 """The whole conversion: open, recognise, resolve, trim, read, quantize, check, save."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -103,14 +104,13 @@ def prepare(
     checkpoint: DraftCheckpoint,
     target: TargetSizes | None,
     overrides: Overrides,
-    draft_vocab: int | Trim | None,
+    draft_vocab: Trim | None,
 ) -> Resolved:
     """The head as it will be saved, its tensors unread: resolved, trimmed, shared tables out."""
     head = resolve(checkpoint, target, overrides)
     folder = target if isinstance(target, TargetFolder) else None
     if draft_vocab is not None:
-        wanted = Trim(draft_vocab) if isinstance(draft_vocab, int) else draft_vocab
-        head = trim(head, wanted, checkpoint, folder)
+        head = trim(head, draft_vocab, checkpoint, folder)
     return head if folder is None else drop_shared(head, folder)
 
 
@@ -276,9 +276,9 @@ def source_entry(checkpoint: DraftCheckpoint) -> dict[str, Any]:
     }
 
 
-def _refuse(kind: str, draft_vocab: object, overrides: Overrides) -> None:
+def _refuse(kind: str, draft_vocab: Trim | None, overrides: Overrides) -> None:
     """Raise ValueError for options that only EAGLE heads have."""
-    options = {"--draft-vocab": draft_vocab}
+    options = {"--draft-vocab-text": None if draft_vocab is None else draft_vocab.text}
     options |= {f"--{name.replace('_', '-')}": value for name, value in vars(overrides).items()}
     given = [name for name, value in options.items() if value is not None]
     if given:
@@ -293,6 +293,7 @@ def _convert_kind(
     target: TargetSizes | None,
     options: SaveOptions,
     check: bool,
+    draft_vocab: Trim | None,
 ) -> tuple[Head, list[str]]:
     """A drafter of another kind than EAGLE heads, and lines for people about it."""
     head = build_kind(kind, checkpoint, options)
@@ -304,6 +305,27 @@ def _convert_kind(
         head.config["check"] = found.entry()
         lines.append(found.table())
     return head, lines
+
+
+def _check_draft_vocab(config: Mapping[str, Any], wanted: Trim) -> None:
+    """Raise ValueError for a draft vocabulary that a drafter does not take."""
+    if "vocab_size" not in config:
+        title = KINDS[config["kind"]].title
+        raise ValueError(
+            f"--draft-vocab is for drafters that score a vocabulary, and this is {title}: leave "
+            "it out"
+        )
+    most = max(wanted.ids or (wanted.size - 1,))
+    if most >= config["vocab_size"]:
+        raise ValueError(
+            f"--draft-vocab reaches token {most}, and the drafter's target has "
+            f"{config['vocab_size']}; give less"
+        )
+    if config.get("num_centroids"):
+        raise ValueError(
+            "--draft-vocab makes an assistant no cheaper that scores clusters of its vocabulary; "
+            "leave it out"
+        )
 
 
 def _convert_eagle(
@@ -401,13 +423,15 @@ def convert(
     )
     kind, checkpoint = _open(str(hf_path), revision, name)
     model = target if name is None else open_target(str(name))
+    if isinstance(draft_vocab, int):
+        draft_vocab = Trim(draft_vocab)
     is_eagle = KINDS[kind].convert is None
     if is_eagle:
         resolved = prepare(checkpoint, model, overrides, draft_vocab)
         head, lines = _convert_eagle(checkpoint, resolved, model, options, check)
     else:
         _refuse(kind, draft_vocab, overrides)
-        head, lines = _convert_kind(kind, checkpoint, model, options, check)
+        head, lines = _convert_kind(kind, checkpoint, model, options, check, draft_vocab)
     head.config["source"] = source_entry(checkpoint)
     with new_folder(destination) as folder:
         save(head, folder, model if is_eagle and isinstance(model, TargetFolder) else None)

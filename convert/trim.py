@@ -34,6 +34,20 @@ class Trim:
 
     size: int
     text: str | None = None
+    ids: tuple[int, ...] | None = None
+    """Target ids to keep, in the place of the first ``size``."""
+
+    @classmethod
+    def of(cls, read: int | np.ndarray, text: str | None = None) -> "Trim":
+        """Make it of what ``read_draft_vocab`` has read."""
+        if isinstance(read, int):
+            return cls(read, text)
+        return cls(len(read), ids=tuple(map(int, read)))
+
+    @property
+    def stored(self) -> int | list[int]:
+        """The entry ``draft_vocab`` of drafters that score with their target's output matrix."""
+        return self.size if self.ids is None else list(self.ids)
 
 
 @dataclass(frozen=True)
@@ -108,7 +122,7 @@ def trim(
     tokenizer to read it with.
     """
     vocabulary = head.vocabulary
-    if not 1 <= wanted.size <= vocabulary.draft_size:
+    if wanted.ids is None and not 1 <= wanted.size <= vocabulary.draft_size:
         raise ValueError(
             f"--draft-vocab {wanted.size}: the head drafts {vocabulary.draft_size} tokens; give a "
             f"number from 1 to {vocabulary.draft_size}"
@@ -120,6 +134,10 @@ def trim(
     if wanted.text is not None:
         counts = count_tokens(wanted.text, *_tokenizer_place(checkpoint, target))
     kept = choose(ids, wanted.size, counts)
+    if wanted.ids is not None:
+        kept = np.flatnonzero(np.isin(ids, wanted.ids))
+        if not len(kept):
+            raise ValueError("--draft-vocab names no token that the head drafts; give others")
     tensors = dict(head.tensors)
     config = head.config
     rows = mx.array(kept)
@@ -129,7 +147,7 @@ def trim(
     if "lm_head.weight" not in tensors and config.lm_head_source == "target":
         config = replace(config, lm_head_source="target_rows")
     config = replace(config, draft_vocab_size=len(kept), has_d2t=True)
-    entry = {"from": len(ids), "by": "d2t order"}
+    entry = {"from": len(ids), "by": "d2t order" if wanted.ids is None else "a list of ids"}
     if counts is not None:
         entry |= {
             "by": "frequency",

@@ -37,6 +37,7 @@ def open_drafter(
     *,
     quantize_bits: int | None = None,
     draft_window: int | None = None,
+    draft_vocab: DraftVocab = None,
     target: str | Path | None = None,
 ) -> Drafter:
     """Open what ``name`` stands for, as a drafter for ``model``.
@@ -91,14 +92,29 @@ def open_named(
     return name, drafter
 
 
-def _open(name: str, model: nn.Module, options: LoadOptions) -> Drafter:
+def _open(name: str, model: nn.Module, options: LoadOptions, draft_vocab: DraftVocab) -> Drafter:
     """Open a drafter by its name without "+lookup"."""
     named = KINDS.get(name)
     if named is not None and named.by_name is not None:
-        return named.by_name(model, options)
+        opened = named.by_name(model, options)
+        return with_draft_vocab(opened, draft_vocab, model, options.tokenizer)
     path, kind = _find(name)
     if kind is None:
-        return load_drafter(path, model, quantize_bits=options.quantize_bits)
+        return load_drafter(
+            path,
+            model,
+            quantize_bits=options.quantize_bits,
+            draft_vocab=draft_vocab,
+            tokenizer=options.tokenizer,
+        )
+    opened = _open_published(path, name, kind, model, options)
+    return with_draft_vocab(opened, draft_vocab, model, options.tokenizer)
+
+
+def _open_published(
+    path: Path, name: str, kind: Kind, model: nn.Module, options: LoadOptions
+) -> Drafter:
+    """Open a drafter in the form of its makers."""
     if kind.loads_published:
         return kind.load(path, read_published(path / "config.json"), model, options)
     return _open_checkpoint(path, name, model, options.quantize_bits)
@@ -232,6 +248,7 @@ def open_beside(
     *,
     quantize_bits: int | None = None,
     draft_window: int | None = None,
+    draft_vocab: DraftVocab = None,
     target: str | Path | None = None,
     copies: bool = True,
 ) -> tuple[str | None, Drafter | None]:
@@ -251,6 +268,7 @@ def open_beside(
         tokenizer,
         quantize_bits=quantize_bits,
         draft_window=draft_window,
+        draft_vocab=draft_vocab,
         target=target,
         copies=copies,
     )

@@ -15,6 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 import pytest
 from architecture_configs import FULL, SLIDING
 from architectures import build
@@ -80,12 +81,13 @@ TARGETS: dict[str, Callable[[], nn.Module]] = {
     "lfm2": lambda: tiny_lfm2(num_attention_heads=2, num_key_value_heads=1),
 }
 WITH_MTP, WITH_ASSISTANT = ("qwen3_next", "glm4_moe"), ("gemma4_text",)
-MTP, ASSISTANTS = ("mtp", "mtp+lookup"), ("assistant", "assistant+lookup")
+MTP, ASSISTANTS = ("mtp", "mtp, few tokens", "mtp+lookup"), ("assistant", "assistant+lookup")
 WITHOUT_TREES = (
     "p-eagle",
     "lookup",
     "draft model",
     "dflash",
+    "dflash, few tokens",
     "dspark",
     "dflash2",
     "dspark+lookup",
@@ -169,6 +171,7 @@ def assistant_for(model: nn.Module) -> Drafter:
     return AssistantDrafter(tiny_assistant(target("gemma4_text")).head, model)
 
 
+THIRD = np.arange(0, VOCAB, 3)  # of the tokens: a draft vocabulary
 DRAFTERS: dict[str, Callable[[nn.Module], Drafter]] = {
     "head": tiny_head,
     "lagging head": lambda model: tiny_head(model).with_draft_cache("lagging"),
@@ -183,6 +186,8 @@ DRAFTERS: dict[str, Callable[[nn.Module], Drafter]] = {
     "dflash2": tiny_dflash2,
     "assistant": assistant_for,
     "dspark+lookup": lambda model: tiny_dspark(model).with_copies(),
+    "mtp, few tokens": lambda model: tiny_mtp(model).with_draft_vocab(THIRD),
+    "dflash, few tokens": lambda model: tiny_dflash(model).with_draft_vocab(THIRD),
     "mtp+lookup": lambda model: tiny_mtp(model).with_copies(),
     "assistant+lookup": lambda model: assistant_for(model).with_copies(),
 }
@@ -390,6 +395,7 @@ SLOW = {
     "target": ("gemma4_text", "lfm2", "gemma2", "glm4_moe", "falcon_h1"),
     "drafter": (
         "head, window", "p-eagle", "dspark", "dflash2", *ASSISTANTS, "dspark+lookup", "mtp+lookup",
+        "mtp, few tokens",
     ),
 }  # fmt: skip
 QUICK = covering(

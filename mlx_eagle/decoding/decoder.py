@@ -11,6 +11,7 @@ from enum import Enum
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from ..drafters.acceptance_stats import CopySeen
 from ..drafters.base import Draft, Drafter, PendingPairs
@@ -268,11 +269,16 @@ class Decoder:
         self.root_embedding = None if embeddings is None else embeddings[-1:]
         self.history = prompt
         self.processors.start(prompt)
+        self.drafter.see_text(self._text)
         for start in range(0, last, step_size):
             end = min(start + step_size, last)
             chunk = None if embeddings is None else embeddings[start:end]
             self._prefill_chunk(prompt[start:end], chunk)
             yield end
+
+    def _text(self) -> np.ndarray:
+        """The tokens that are known so far: with copies, those of earlier turns too."""
+        return np.array(self.history) if self.copies is None else self.copies.text.tokens
 
     def _prefill_chunk(self, tokens: mx.array, embeddings: mx.array | None) -> None:
         """Run tokens (m,) or embeddings (m, h) through target and drafter.

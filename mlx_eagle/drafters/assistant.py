@@ -10,10 +10,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx_lm.models import gemma4_text
 
 from ..system.fields import (
@@ -43,6 +44,7 @@ from .folder import (
     rows_of,
     shapes_of,
 )
+from .head import Projection, with_all_rows
 from .kind import LoadOptions, Tensor, Tensors
 from .quantize import quantize_now
 from .target_parts import TargetSizes, activation_dtype, find_embedding, sizes_of
@@ -172,19 +174,27 @@ class Assistant(nn.Module):
         self._clusters = ordering.astype(mx.int32).reshape(self.config.num_centroids, -1)
         mx.eval(self._clusters)
 
-    def __call__(self, joined: mx.array, rows: Rows, position: int) -> tuple[mx.array, mx.array]:
-        """Logits (1, V) and state (1, H) after an embedding and a state side by side, (1, 2H)."""
+    def __call__(
+        self, joined: mx.array, rows: Rows, position: int, project: Projection = with_all_rows
+    ) -> tuple[mx.array, mx.array]:
+        """Logits (1, V) and state (1, H) after an embedding and a state side by side, (1, 2H).
+
+        ``project`` multiplies with the table, or some rows of it.
+        """
         x = self.pre_projection(joined)[None]
         for layer, kind in zip(self.layers, self.config.layer_types, strict=True):
             x, _, _ = layer(x, shared_kv=rows[kind], offset=position)
         x = self.norm(x)[0]
-        return self.logits(x), self.post_projection(x)
+        return self.logits(x, project), self.post_projection(x)
 
-    def logits(self, x: mx.array) -> mx.array:
+    @property
+    def has_clusters(self) -> bool:
+        return self._clusters is not None
+
+    def logits(self, x: mx.array, project: Projection = with_all_rows) -> mx.array:
         """Logits (1, V) after x (1, h): minus infinity for what cannot be drafted."""
         if self._clusters is None:
-            dense: mx.array = self.embed_tokens.as_linear(x)
-            return dense
+            return project(self.embed_tokens.as_linear, x)
         best = self.config.centroid_top_k
         found = mx.argpartition(-self.centroids(x)[0], best - 1)[:best]
         candidates = self._clusters[found].reshape(-1)
@@ -228,6 +238,14 @@ class AssistantDrafter(FeatureDrafter):
         """No logits yet: the target's rows have to be cut to what was kept first."""
         return mx.zeros((0,))
 
+    def with_draft_vocab(self, ids: np.ndarray) -> Self:
+        if self.head.has_clusters:
+            raise ValueError(
+                "this assistant scores a few clusters of its vocabulary, which a draft vocabulary "
+                "would make no smaller: leave it out."
+            )
+        return super().with_draft_vocab(ids)
+
     def see_target(self, caches: CacheView) -> None:
         """Take the rows that the layers attend to, and where the newest token stands."""
         rows = {kind: caches.rows(index) for kind, index in self._sources.items()}
@@ -245,7 +263,8 @@ class AssistantDrafter(FeatureDrafter):
         joined = self._seed
         tokens: list[mx.array] = []
         for _ in range(size):
-            logits, state = self.head(joined.astype(self.dtype), rows, self._position)
+            x = joined.astype(self.dtype)
+            logits, state = self.head(x, rows, self._position, self.project)
             self.num_forwards += 1
             tokens.append(self.choose(logits, pick))
             if len(tokens) < size:

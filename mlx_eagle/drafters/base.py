@@ -13,6 +13,7 @@ from typing import Any, NoReturn, Protocol, Self, TypeGuard, runtime_checkable
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from ..target.cache_view import CacheView
 from ..target.tree_rows import ancestors
@@ -244,6 +245,17 @@ class Drafter(Protocol):
                 "drafter: leave it out."
             )
         return self
+
+    def with_draft_vocab(self, ids: np.ndarray) -> "Drafter":
+        """The same weights, drafting only the tokens ``ids`` (n,), in order, and its prompts'."""
+        raise ValueError(
+            "a draft vocabulary is for heads, MTP layers and assistants, and this is another "
+            "drafter: leave it out."
+        )
+
+    def see_text(self, tokens: Callable[[], np.ndarray]) -> None:
+        """Look at what a request begins with, (n,), before the first ``extend``."""
+        return
 
     def with_draft_cache(self, draft_cache: str) -> "Drafter":
         """The same weights, absorbing in another way: "exact" or "lagging"."""

@@ -15,6 +15,7 @@ from ..target.ragged import RaggedCaches
 from ..target.rollback import Checkpoint
 from .base import BatchDrafter, Drafter, Picks, check_width, empty_draft, start_early
 from .feature_drafter import FeatureDrafter
+from .output_rows import MOST_OF_A_PROMPT
 
 
 def make_batch_drafter(drafter: Drafter) -> BatchDrafter:
@@ -34,6 +35,7 @@ class HeadBatchDrafter:
         self._num_forwards = 0
         self._joined: list[int] = []  # how many there were before each request
         self._own = drafter
+        self._seen: list[tuple[int, ...]] = []  # tokens that each request's text adds
         self._caches = RaggedCaches()
         # What drafts start from: states (B, h), and the logits (B, Vd) after them.
         self._start: list[mx.array] = []
@@ -42,14 +44,30 @@ class HeadBatchDrafter:
         return self._num_forwards - self._joined[index]
 
     def join(self, drafter: Drafter) -> None:
-        if own := self._start_of(drafter):
-            if self._start:
-                own = [mx.concatenate(list(pair)) for pair in zip(self._start, own, strict=True)]
-            self._start = own
+        own = self._start_of(drafter)
+        is_alike = self._widen(getattr(drafter, "seen", ()))
+        if own and self._start:
+            both = zip(self._start, own, strict=True)
+            own = [mx.concatenate(list(pair)) for pair in (both if is_alike else [next(both)])]
+        if own:
+            self._start = own if is_alike else self._start_at(own[0])
         self._caches.join(drafter.cache[:-1])
         self._joined.append(self._num_forwards)
 
+    def _widen(self, seen: tuple[int, ...]) -> bool:
+        """Draft what a request's text adds as well; False where that changes the vocabulary."""
+        self._seen.append(seen)
+        own = self._own
+        if own.rows is None:
+            return True
+        newest_first = (token for each in reversed(self._seen) for token in each)
+        every = tuple(sorted(list(dict.fromkeys(newest_first))[:MOST_OF_A_PROMPT]))
+        if every != own.seen:
+            self._own = own.with_seen(every)
+        return every == seen and every == own.seen
+
     def keep(self, index: list[int]) -> None:
+        self._seen = [self._seen[b] for b in index]
         places = mx.array(index, mx.int32)
         self._start = [array[places] for array in self._start] if index else []
         self._caches.keep(index)
@@ -57,6 +75,7 @@ class HeadBatchDrafter:
 
     def extract(self, index: int) -> Drafter:
         drafter = self._own.begin([*self._caches.extract(index), KVCache()])
+        drafter.seen = self._seen[index]  # in its next batch, those of others are left out
         if self._start:
             drafter.start_from(*(array[mx.array([index])] for array in self._start))
         return drafter

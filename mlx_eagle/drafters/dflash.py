@@ -293,7 +293,7 @@ class DFlashDrafter(FeatureDrafter):
         return [self.choose(rows[:, slot], pick) for slot in range(rows.shape[1])]
 
     def logits(self, states: mx.array) -> mx.array:
-        return capped(self._project(states), self.head.config.logit_softcap)
+        return capped(self.project(self._project, states), self.head.config.logit_softcap)
 
     def batch_drafter(self) -> "BlockBatchDrafter":
         return BlockBatchDrafter(self)

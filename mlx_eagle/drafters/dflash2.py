@@ -132,7 +132,7 @@ class DFlash2Drafter(DFlashDrafter):
 
     def logits(self, states: mx.array) -> mx.array:
         c = self.head.config
-        return capped(self._project(states) * c.output_multiplier, c.logit_softcap)
+        return capped(self.project(self._project, states) * c.output_multiplier, c.logit_softcap)
 
     def read(self, states: mx.array, anchors: mx.array, pick: Pick) -> list[mx.array]:
         """Choose among the candidates slot by slot, each with the token chosen before it."""
@@ -146,7 +146,8 @@ class DFlash2Drafter(DFlashDrafter):
             candidates = found[:, slot]
             row = logits[:, slot]
             scores = mx.take_along_axis(row, candidates, axis=-1)
-            scores = scores + self.head.candidate_selector(before, states[:, slot], candidates)
+            rows = candidates if self.rows is None else self.rows.index[candidates]
+            scores = scores + self.head.candidate_selector(before, states[:, slot], rows)
             only = mx.put_along_axis(mx.full(row.shape, -mx.inf), candidates, scores, axis=-1)
             before = self.choose(only, pick)
             tokens.append(before)

@@ -60,7 +60,10 @@ class MarkovHead(nn.Module):
     def __call__(
         self, tokens: mx.array, states: mx.array, carried: mx.array
     ) -> tuple[mx.array, mx.array]:
-        """Logits (B, Vd) to add after tokens (B,), in a slot of states (B, h); what is carried."""
+        """Input (B, r) of ``markov_w2``, whose logits (B, Vd) are added, and what is carried.
+
+        After tokens (B,), in a slot of states (B, h).
+        """
         own = self.markov_w1(tokens)
         if self.kind == "gated":
             gate = mx.sigmoid(self.gate_proj(mx.concatenate([states, own], axis=-1)))
@@ -71,7 +74,7 @@ class MarkovHead(nn.Module):
             gate = mx.sigmoid(gate)
             carried = gate * carried + (1 - gate) * mx.tanh(new)
             own = mx.tanh(out)
-        return self.markov_w2(own), carried
+        return own, carried
 
 
 class GemmaAttention(BlockAttention):
@@ -135,11 +138,12 @@ class DSparkDrafter(DFlashDrafter):
         """Choose slot by slot, each with the token chosen in the slot before."""
         rows = self.logits(states)
         before = anchors
-        carried = self.head.markov_head.start(rows.shape[0])
+        markov = self.head.markov_head
+        carried = markov.start(rows.shape[0])
         tokens = []
         for slot in range(rows.shape[1]):
-            added, carried = self.head.markov_head(before, states[:, slot], carried)
-            before = self.choose(rows[:, slot] + added, pick)
+            own, carried = markov(before, states[:, slot], carried)
+            before = self.choose(rows[:, slot] + self.project(markov.markov_w2, own), pick)
             tokens.append(before)
         return tokens
 

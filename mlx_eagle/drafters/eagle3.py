@@ -31,7 +31,7 @@ from .head import Eagle3Head
 from .head_cache import SINKS, DraftOverlay, as_plain_caches, check_window, make_window
 from .head_weights import attach_head
 from .kind import LoadOptions
-from .tree import Tree
+from .tree import Tree, check_tree_width
 
 FIRST_SIZE = 7
 """Tokens of the first draft if neither the caller nor the head gives a number."""
@@ -107,8 +107,11 @@ class EagleDrafter(FeatureDrafter):
         """Number of ModelOpt's parallel heads."""
         return self.head.config.num_parallel_heads
 
+    def logits(self, states: mx.array) -> mx.array:
+        return self.head.logits(states, self.project)
+
     def parallel_logits(self, states: mx.array, index: int) -> mx.array:
-        return self.head.parallel_logits(states, index)
+        return self.head.parallel_logits(states, index, self.project)
 
     def _count(self, num_slots: int) -> None:
         """Count a forward over that many new slots; warn once past the head's positions."""
@@ -148,8 +151,7 @@ class Eagle3Drafter(EagleDrafter):
 
         Raises ValueError for a ``draft_cache`` that is neither.
         """
-        if draft_cache not in ("exact", "lagging"):
-            raise ValueError(f"draft_cache is {draft_cache!r}: give 'exact' or 'lagging'.")
+        check_draft_cache(draft_cache)
         self.lagging = draft_cache == "lagging"
         self._uses_overlay = False
         super().__init__(head, embed, taps, to_target, draft_window)
@@ -157,10 +159,10 @@ class Eagle3Drafter(EagleDrafter):
     def with_draft_cache(self, draft_cache: str) -> "Eagle3Drafter":
         if draft_cache == ("lagging" if self.lagging else "exact"):
             return self
-        parts = self.head, self._embed, self.taps, self.to_target
-        made = Eagle3Drafter(*parts, draft_cache, self.draft_window)
-        made.copies = self.copies
-        return made
+        check_draft_cache(draft_cache)
+        made = copy(self)
+        made.lagging = draft_cache == "lagging"
+        return made.begin()
 
     @property
     def cost_key(self) -> str:
@@ -263,11 +265,7 @@ class Eagle3Drafter(EagleDrafter):
             raise ValueError(
                 f"tree drafts do not support {what}: leave the tree out and draft chains."
             )
-        if shape.width > config.draft_vocab_size:
-            raise ValueError(
-                f"the tree gives a node {shape.width} children, but the head drafts only "
-                f"{config.draft_vocab_size} different tokens: give a narrower tree."
-            )
+        check_tree_width(shape, self.num_drafted or config.draft_vocab_size)
 
     def _absorb_lagging(
         self, tokens: mx.array, features: mx.array, last: mx.array | None
@@ -416,6 +414,12 @@ class ParallelDrafter(EagleDrafter):
             return states
         own = states[last.reshape(1)]
         return mx.concatenate([own, states[num_pairs:]], axis=0)
+
+
+def check_draft_cache(draft_cache: str) -> None:
+    """Raise ValueError for what is neither way of absorbing."""
+    if draft_cache not in ("exact", "lagging"):
+        raise ValueError(f"draft_cache is {draft_cache!r}: give 'exact' or 'lagging'.")
 
 
 def recognise(names: Collection[str], config: Mapping[str, Any]) -> bool:

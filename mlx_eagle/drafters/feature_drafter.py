@@ -7,9 +7,11 @@ from typing import Any, Self
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx_lm.models.cache import KVCache
 
 from .base import Draft, Drafter, Pick, PickChildren, check_width
+from .output_rows import MOST_OF_A_PROMPT, OutputRows, Project, newest_others, places_of
 from .tree import StaticTree, Step, Tree
 
 
@@ -38,6 +40,15 @@ class FeatureDrafter(Drafter):
     to_target: mx.array | None = None
     """Target id of every draft id, (Vd,); None where they are the same."""
 
+    rows: OutputRows | None = None
+    """Rows of the output matrices that are drafted from; None: all."""
+
+    seen: tuple[int, ...] = ()
+    """Tokens of the request's text that are drafted besides the wanted ones."""
+
+    _wanted: np.ndarray | None = None
+    _own_ids: mx.array | None = None  # ``to_target`` with all rows
+
     @property
     def dtype(self) -> mx.Dtype:
         """The dtype that the head computes in."""
@@ -50,6 +61,56 @@ class FeatureDrafter(Drafter):
 
         Embeddings (m, h) may stand for the tokens: see ``_embedded``.
         """
+
+    @property
+    def cost_key(self) -> str:
+        size = "" if self._wanted is None else f" of {len(self._wanted)} tokens"
+        return super().cost_key + size
+
+    @property
+    def num_drafted(self) -> int | None:
+        """Number of tokens that can be drafted; None: all of the target's."""
+        return None if self.to_target is None else int(self.to_target.size)
+
+    def with_draft_vocab(self, ids: np.ndarray) -> Self:
+        """See ``Drafter``; a head with a vocabulary of its own keeps that part of it."""
+        drafter = self.begin()
+        if self._wanted is None:
+            drafter._own_ids = self.to_target
+        drafter._wanted = ids
+        drafter._draft_from(())
+        if not len(drafter.rows or ()):
+            raise ValueError(
+                "the drafter can draft none of the ids of --draft-vocab: give others."
+            )
+        return drafter
+
+    def with_seen(self, seen: tuple[int, ...]) -> Self:
+        """The same, drafting these tokens besides."""
+        drafter = copy(self)
+        drafter._draft_from(seen)
+        return drafter
+
+    def see_text(self, tokens: Callable[[], np.ndarray]) -> None:
+        if self._wanted is None:
+            return
+        seen = newest_others(tokens(), self._wanted, MOST_OF_A_PROMPT)
+        self._draft_from(tuple(seen[seen >= 0].tolist()))
+
+    def _draft_from(self, seen: tuple[int, ...]) -> None:
+        """Draft the wanted tokens and others, as far as the head knows them."""
+        assert self._wanted is not None
+        self.seen = seen
+        ids = np.concatenate([self._wanted, np.array(seen, np.int64)])
+        index = ids if self._own_ids is None else places_of(ids, np.array(self._own_ids))
+        self.rows = OutputRows(index)
+        own = self.rows.index
+        self.to_target = own if self._own_ids is None else self._own_ids[own]
+        mx.eval(self.to_target)
+
+    def project(self, output: Project, x: mx.array) -> mx.array:
+        """Logits (..., Vd) from x (..., h), by the rows of ``output`` that are drafted from."""
+        return output(x) if self.rows is None else self.rows.project(output, x)
 
     def logits(self, states: mx.array) -> mx.array:
         """Logits (m, Vd) after such states (m, h)."""

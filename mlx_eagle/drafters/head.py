@@ -9,6 +9,7 @@ on ragged caches (see ``target/ragged.py``), B times m rows in the same shapes w
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -34,6 +35,15 @@ GATED = {
     "gelu_pytorch_tanh": _gated(nn.gelu_approx),
 }
 """The activations of gated MLPs, by the names that checkpoints give them."""
+
+
+Projection = Callable[[Callable[[mx.array], mx.array], mx.array], mx.array]
+"""Multiplies (..., h) with an output matrix, or with rows of it, given what does so with all."""
+
+
+def with_all_rows(output: Callable[[mx.array], mx.array], x: mx.array) -> mx.array:
+    """The ``Projection`` of a whole vocabulary."""
+    return output(x)
 
 
 def capped(logits: mx.array, cap: float | None) -> mx.array:
@@ -377,8 +387,8 @@ class Eagle3Head(nn.Module):
 
     def share_lm_head(self, project: Callable[[mx.array], mx.array]) -> None:
         """Use the target's output projection, (..., h) -> (..., V), where the head has none."""
-        # Behind a lambda, so that a module does not become one of the head's parameters.
-        self.lm_head = lambda x: project(x)
+        # Not by itself, so that a module does not become one of the head's parameters.
+        self.lm_head = partial(project)
 
     @property
     def dtype(self) -> mx.Dtype:
@@ -438,14 +448,19 @@ class Eagle3Head(nn.Module):
         """Input of the next slot from the last layer's output; both (..., h)."""
         return self.norm(states) if self.config.norm_output else states
 
-    def logits(self, states: mx.array) -> mx.array:
-        """Logits over the draft vocabulary, (m, h) -> (m, Vd)."""
-        return capped(self.lm_head(self._normed(states)), self.config.logit_softcap)
+    def logits(self, states: mx.array, project: Projection = with_all_rows) -> mx.array:
+        """Logits over the draft vocabulary, (m, h) -> (m, Vd).
 
-    def parallel_logits(self, states: mx.array, index: int) -> mx.array:
+        ``project`` multiplies with the output matrix, or some rows of it.
+        """
+        return capped(project(self.lm_head, self._normed(states)), self.config.logit_softcap)
+
+    def parallel_logits(
+        self, states: mx.array, index: int, project: Projection = with_all_rows
+    ) -> mx.array:
         """Logits (m, Vd) of the token that comes ``index`` + 1 after the one of ``logits``."""
         output = self.parallel_outputs[index % len(self.parallel_outputs)]
-        logits = output(self.parallel_heads[index](self._normed(states)))
+        logits = project(output, self.parallel_heads[index](self._normed(states)))
         return capped(logits, self.config.logit_softcap)
 
     def _normed(self, states: mx.array) -> mx.array:

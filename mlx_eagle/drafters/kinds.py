@@ -12,8 +12,9 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..system.fields import LONGEST_NAME
+from ..system.fields import LONGEST_NAME, check
 from ..system.hub import locate
 from ..system.json_file import read_published
 from ..system.safetensors import read_header
@@ -23,6 +24,7 @@ from .config import Eagle3Config
 from .folder import kind_in, read_config
 from .kind import Kind, LoadOptions
 from .lookup import LookupDrafter
+from .output_rows import STORED, DraftVocab, with_draft_vocab
 from .pairs import drafters_for
 
 KINDS: dict[str, Kind] = {
@@ -138,22 +140,29 @@ def load_drafter(
     dtype: mx.Dtype | None = None,
     draft_cache: str = "exact",
     draft_window: int | None = None,
+    draft_vocab: DraftVocab = None,
+    tokenizer: TokenizerWrapper | None = None,
 ) -> Drafter:
     """Load a converted drafter (a folder or a hub repo id) for ``model``, an mlx-lm model.
 
     ``quantize_bits`` quantizes an unquantized one while loading (0: as it is). ``dtype`` is that
     of its arithmetic, by default the target's own. For EAGLE heads, ``draft_cache`` is "exact" or
     "lagging" (see ``Eagle3Drafter``), and of the head's cache only the newest ``draft_window``
-    slots are kept, beside the first few (None: all).
+    slots are kept, beside the first few (None: all). ``draft_vocab`` is as in ``open_drafter``,
+    by default what the folder was converted with; ``tokenizer`` is the target's, whose tokens that
+    end a text are then drafted too.
 
     Raises ValueError, in one sentence, where the folder is not converted, is damaged, or does not
     belong to this target.
     """
     folder = locate(str(path_or_repo), ("*.json", "*.safetensors"))
     kind, config = kind_of(folder)
+    check(config, {"draft_vocab": STORED}, folder / "config.json")
     options = LoadOptions(quantize_bits, quantize_group_size, dtype)
     drafter = kind.load(folder, config, model, options)
-    return drafter.with_draft_window(draft_window).with_draft_cache(draft_cache)
+    drafter = drafter.with_draft_window(draft_window).with_draft_cache(draft_cache)
+    wanted = config.get("draft_vocab") if draft_vocab is None else draft_vocab
+    return with_draft_vocab(drafter, wanted, model, tokenizer)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from .base import BatchDrafter, Draft, Pick, PickChildren, row_at, start_early
 from .batch_drafter import HeadBatchDrafter
 from .feature_drafter import FeatureDrafter
 from .target_parts import find_embedding, lm_head_of, sizes_of
-from .tree import Tree
+from .tree import Tree, check_tree_width
 
 
 class MTPHead(nn.Module):
@@ -200,7 +200,8 @@ class MTPDrafter(FeatureDrafter):
         return HeadBatchDrafter(self)
 
     def logits(self, states: mx.array) -> mx.array:
-        return self._project(states if self.head.state_normed else self.head.norm(states))
+        normed = states if self.head.state_normed else self.head.norm(states)
+        return self.project(self._project, normed)
 
     def _absorb(self, tokens: mx.array, features: mx.array, last: mx.array | None) -> mx.array:
         """The state is (1, h)."""
@@ -226,6 +227,8 @@ class MTPDrafter(FeatureDrafter):
             raise ValueError(
                 "MTP layers that choose what they attend to draft chains only: leave the tree out."
             )
+        if self.num_drafted is not None:
+            check_tree_width(shape, self.num_drafted)
 
     def propose_tree(self, shape: Tree, pick: PickChildren) -> Draft:
         """A tree: one forward for each level but the first, over all nodes so far.
@@ -286,9 +289,8 @@ class SteppedMTPDrafter(MTPDrafter):
 
     def _logits_of(self, index: int, made: mx.array) -> mx.array:
         step = self.head.steps[index]
-        project = step.lm_head if "lm_head" in step else self._project
-        logits: mx.array = project(step.norm(made))
-        return logits
+        output = step.lm_head if "lm_head" in step else self._project
+        return self.project(output, step.norm(made))
 
     def _first_logits(self, seed: mx.array) -> mx.array:
         return self.logits(seed[:1])

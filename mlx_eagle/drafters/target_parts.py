@@ -13,7 +13,6 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -114,18 +113,6 @@ def rows_of_lm_head(
         biases = module["biases"][to_target]
         weight = mx.dequantize(weight, scales, biases, module.group_size, module.bits)
     return {"lm_head.weight": weight}
-
-
-def draft_output(model: nn.Module, ids: mx.array) -> Callable[[mx.array], mx.array]:
-    """The rows ``ids`` (Vd,) of the target's output projection, (K, h) -> (K, Vd), as packed."""
-    embedding, _ = find_embedding(model)
-    source = lm_head_of(model, embedding)
-    module = source if isinstance(source, nn.Module) else embedding
-    names = ("weight", "scales", "biases", "bias")
-    part = copy(module)
-    part.update({name: module[name][ids] for name in names if module.get(name) is not None})
-    project: Callable[[mx.array], mx.array] = part if module is source else part.as_linear
-    return project
 
 
 def embedding_scale(model: nn.Module) -> float:

@@ -221,6 +221,15 @@ EAGLE1 = StaticTree(((4,), (3, 2, 2, 1), (3, 2, 2, 1), (3,), (2,)))
 Tree = TreeShape | StaticTree
 
 
+def check_tree_width(shape: Tree, num_tokens: int) -> None:
+    """Raise ValueError where a node has more children than there are tokens to draft."""
+    if shape.width > num_tokens:
+        raise ValueError(
+            f"the tree gives a node {shape.width} children, but the head drafts only "
+            f"{num_tokens} different tokens: give a narrower tree."
+        )
+
+
 def parse_tree(text: str) -> Tree:
     """Read a tree as ``--tree`` takes it: ``TreeShape.parse`` and ``StaticTree.parse``."""
     is_static = text.startswith(("root", "eagle")) or (text and set(text) <= set("0123456789+/"))

@@ -112,6 +112,7 @@ class PairProvider(ModelProvider):
             self.tokenizer,
             quantize_bits=self.cli_args.quantize_draft,
             draft_window=self.cli_args.draft_window,
+            draft_vocab=self.cli_args.draft_vocab,
             target=model_path,
         )
         self.cli_args.draft_model = name  # of what "auto" stands for

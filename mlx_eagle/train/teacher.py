@@ -17,7 +17,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..drafters.head import capped
-from ..drafters.target_parts import draft_output
+from ..drafters.output_rows import part_of
+from ..drafters.target_parts import find_embedding, lm_head_of
 from ..system.atomic_folder import new_file
 from ..system.hub import locate
 from ..system.loading import load, read_json
@@ -112,7 +113,7 @@ def output_of(model: nn.Module, target: Target, ids: mx.array) -> tuple[Any, Any
         norm = find_final_norm(model)
     except ValueError:
         return None, nn.Identity()
-    project = draft_output(model, ids)
+    project = part_of(lm_head_of(model, find_embedding(model)[0]), ids)
     caps = {getattr(m, "final_logit_softcapping", None) for _, m in model.named_modules()}
 
     def output(cap: float | None, states: mx.array) -> mx.array:

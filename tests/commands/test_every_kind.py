@@ -195,6 +195,24 @@ def test_the_server_answers_with_it(folders, kind):
             assert [*pool.map(answer, prompts)] == texts
 
 
+@pytest.mark.parametrize("kind", thorough(["mtp", "dspark", "eagle3"], "mtp"))
+def test_with_a_draft_vocabulary(folders, monkeypatch, capsys, kind):
+    """By the command and the server: the texts stay, and fewer drafts are right."""
+    target, name = folders[1](kind)
+    prompt = TOKENIZER.decode(PROMPT)
+    flags = ("--model", target, "--draft-model", name, "--draft-vocab")
+    more = ("--ignore-chat-template", "-m", 22, "--num-draft-tokens", 3, "--stats-json", "-", "-p")
+    outs = [called(monkeypatch, capsys, generate, *flags, n, *more, prompt) for n in ("full", 20)]
+    texts = [out.split("==========")[1] for out in outs]
+    rates = [json.loads(out.splitlines()[-1])["acceptance_rate"] for out in outs]
+    assert texts[0] == texts[1] and rates[0] > rates[1] > 0
+    model, tokenizer = mlx_lm.load(str(target))
+    text = tokenizer.decode(plain(model, PROMPT, 22))
+    with ours(*map(str, flags), "20", "--usage-stats") as asked:
+        made = asked.complete(prompt=prompt, max_tokens=22)
+    assert made.choices[0].text == text and made.usage.model_extra["drafted_tokens"] > 0
+
+
 @pytest.mark.parametrize("kind", thorough(ALL, "liquid"))
 def test_the_doctor_says_what_it_is_and_that_it_fits(folders, capsys, kind):
     target, name = folders[1](kind)

@@ -8,7 +8,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 from checkpoints import CONFIG, as_midlayer, eagle3_tensors, write_safetensors
-from helpers import tiny_llama
+from helpers import byte_tokenizer, tiny_llama
 from true_configs import GEMMA3_12B, GEMMA4_31B, GPT_OSS_20B, LLAMA_8B, QWEN3_30B_A3B, QWEN35_27B
 
 from mlx_eagle.convert import convert
@@ -150,6 +150,23 @@ def test_layers_of_the_targets_own_are_quantized(tmp_path, monkeypatch, name, bi
     assert after <= (0.35 if bits == 4 else 0.6) * before
     monkeypatch.setattr(checks, "this_machine", lambda: Machine("a CPU", "cpu", "unknown"))
     assert "stays as it is" in found_by_name(target, name)["draft model"].text
+
+
+@pytest.mark.parametrize(
+    "decoder, num_tokens, is_proposed",
+    [("ByteLevel", 248320, True), ("ByteLevel", 65536, False), ("Sequence", 248320, False)],
+)
+def test_a_smaller_vocabulary_for_drafts(tmp_path, decoder, num_tokens, is_proposed):
+    text = QWEN35_27B["text_config"] | {"vocab_size": num_tokens, "num_hidden_layers": 4}
+    target = write_config(tmp_path / "target", QWEN35_27B | {"text_config": text})
+    assert "vocabulary" not in found_by_name(target)
+    stored = json.loads(byte_tokenizer()._tokenizer.backend_tokenizer.to_str())
+    stored["decoder"] = {"type": decoder}
+    (tmp_path / "target" / "tokenizer.json").write_text(json.dumps(stored))
+    found = found_by_name(target).get("vocabulary")
+    assert (found is not None) == is_proposed
+    if found is not None:
+        assert "--draft-vocab 65536" in found.text and "26% of it" in found.text
 
 
 def test_other_machines_have_other_passes(tmp_path, monkeypatch):

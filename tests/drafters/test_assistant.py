@@ -169,9 +169,9 @@ def test_a_position_that_moves_and_an_embedding_without_its_scale_are_seen(froze
         def __init__(self):
             self.config, self.norm, self.steps = drafter.head.config, drafter.head.norm, 0
 
-        def __call__(self, joined, rows, position):
+        def __call__(self, joined, rows, position, project):
             self.steps += 1
-            return drafter.head(joined, rows, position + self.steps - 1)
+            return drafter.head(joined, rows, position + self.steps - 1, project)
 
     wanted = expected["logits"][6]
     assert relative(found(), wanted) < TOLERANCE

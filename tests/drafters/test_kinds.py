@@ -93,7 +93,8 @@ def test_options_of_eagle_heads_are_refused_for_other_kinds(bigram, tmp_path, op
         "aux_offset": {"overrides": converter.Overrides(aux_offset=0)},
     }
     flag = option.replace("_", "-")
-    with pytest.raises(ValueError, match=f"^--{flag} is for EAGLE heads, and this is a bigram"):
+    who = "EAGLE heads" if option == "aux_offset" else "drafters that score a vocabulary"
+    with pytest.raises(ValueError, match=f"^--{flag} is for {who}, and this is a bigram"):
         converter.convert(str(source), str(tmp_path / "head"), **asked[option])
     assert not (tmp_path / "head").exists()
 

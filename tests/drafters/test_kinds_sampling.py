@@ -10,6 +10,7 @@ from functools import lru_cache
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 import pytest
 from assistants import tiny_assistant, tiny_gemma4
 from block_twin import tiny_dflash, tiny_dflash2, tiny_dspark
@@ -35,6 +36,12 @@ PAIRS: dict[str, tuple[nn.Module, Drafter]] = {
     "mtp": (HYBRID, tiny_mtp(HYBRID)),
     "eagle3": (TARGET, tiny_head(TARGET)),
     "assistant": (GEMMA, tiny_assistant(GEMMA)),
+}
+# Two of the six tokens, and with them those of the prompt: 5 is never drafted.
+FEW = np.array([1, 3])
+PAIRS |= {
+    f"{name}, few tokens": (PAIRS[name][0], PAIRS[name][1].with_draft_vocab(FEW))
+    for name in ("mtp", "dflash")
 }
 
 

@@ -206,7 +206,14 @@ def test_drafting_flags_are_those_of_generate():
         }
 
     ours_, theirs_ = told(command.build_parser()), told(cli.build_parser())
-    for name in ("draft_model", "num_draft_tokens", "quantize_draft", "tree", "acceptance"):
+    for name in (
+        "draft_model",
+        "num_draft_tokens",
+        "quantize_draft",
+        "draft_vocab",
+        "tree",
+        "acceptance",
+    ):
         assert ours_[name] == theirs_[name]
     assert ours_["num_draft_tokens"][3] == "auto"
 
