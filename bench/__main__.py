@@ -121,7 +121,12 @@ def open_measurement(
     model = args.model or DEMO_NAMES["model"]
     if settings.clients:
         names = {"model": model, "head": args.draft_model or DEMO_NAMES["head"]}
-        flags = {"--draft-model": args.draft_model, "--draft-window": args.draft_window}
+        flags = {
+            "--draft-model": args.draft_model,
+            "--draft-window": args.draft_window,
+            "--draft-vocab": args.draft_vocab,
+            "--quantize-draft": "none" if args.quantize_draft == 0 else args.quantize_draft,
+        }
         print(f"Starting two servers of {model}.", file=sys.stderr)
         return ServerMeasurement(args.model, flags, names, questions, settings)
     print(f"Loading {model}.", file=sys.stderr)
@@ -147,9 +152,16 @@ def load_models(args: argparse.Namespace) -> tuple[Models, dict[str, str]]:
     for given in wanted:
         try:
             opened, drafter = open_beside(
-                own, given, model, tokenizer, draft_window=args.draft_window, target=args.model,
+                own,
+                given,
+                model,
+                tokenizer,
+                quantize_bits=args.quantize_draft,
+                draft_window=args.draft_window,
+                draft_vocab=args.draft_vocab,
+                target=args.model,
                 copies=False,
-            )  # fmt: skip
+            )
         except USER_ERRORS as err:
             if not takes_all:
                 raise

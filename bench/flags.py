@@ -177,6 +177,7 @@ LISTS: dict[str, tuple[str, Callable[[str], Any], str]] = {
 def read_settings(args: argparse.Namespace) -> Settings:
     """Read the flags as settings; ValueError, in one sentence, if they make no sense."""
     check_ranges(args, RANGES)
+    read_draft_vocab(args.draft_vocab)
     found: dict[str, Any] = {}
     for name, (flag, convert, wanted) in LISTS.items():
         given = getattr(args, flag)

@@ -30,6 +30,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_eagle.drafters.config import Eagle3Config
 from mlx_eagle.drafters.head import Eagle3Head
 from mlx_eagle.drafters.head_weights import AttachedHead, load_head
+from mlx_eagle.drafters.quantize import bits_of
 from mlx_eagle.system.loading import load
 from mlx_eagle.system.progress import open_bar
 from mlx_eagle.target.target import Target

@@ -11,6 +11,7 @@ import mlx.core as mx
 from mlx_eagle.drafters.config import Eagle3Config
 from mlx_eagle.drafters.kind import Tensor, Tensors
 from mlx_eagle.drafters.kinds import KINDS, OTHERWISE, is_converted, recognise
+from mlx_eagle.drafters.quantize import Packing, Quantization, bits_of, pack
 from mlx_eagle.drafters.target_parts import (
     TargetSizes,
     made_from,
@@ -37,7 +38,6 @@ from .dequantize import MLXPacked, Unpacked, unpacked
 from .head_config import Resolved, resolve
 from .publish import CARD, make_card, source_license
 from .published_config import NO_OVERRIDES, Overrides
-from .quantize import Packing, Quantization, pack
 from .trim import Trim, describe, trim
 
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
@@ -298,6 +298,9 @@ def _convert_kind(
     """A drafter of another kind than EAGLE heads, and lines for people about it."""
     head = build_kind(kind, checkpoint, options)
     lines = [f"kind        {head.title}", *size_lines(checkpoint, head)]
+    if draft_vocab is not None:
+        head.config["draft_vocab"] = draft_vocab.stored
+        _check_draft_vocab(head.config, draft_vocab)
     KINDS[kind].made_for(head.config, Path("config.json"), target)
     if check and target is not None:
         loaded = load_model(target.name, options.dtype)

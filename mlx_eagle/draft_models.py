@@ -18,13 +18,16 @@ from .drafters.base import Drafter
 from .drafters.kind import Kind, LoadOptions
 from .drafters.kinds import KINDS, is_converted, kind_of, load_drafter, own_kind, published_kind
 from .drafters.lookup import LookupDrafter
+from .drafters.output_rows import DraftVocab, with_draft_vocab
 from .drafters.pairs import Pair, is_named_after, pairs_for
+from .drafters.quantize import Quantization, bits_of
 from .drafters.target_parts import MOST_STEPS, TargetSizes, made_from, sizes_of
 from .system.atomic_folder import AlreadyThere, CannotWrite, discard_folder, locked, user_cache
 from .system.exit_codes import USER_ERRORS
 from .system.hub import locate, snapshot_of
 from .system.json_file import read_published
 from .system.progress import Bar
+from .system.safetensors import read_header
 
 LOOKUP = "lookup"
 FILES = ("*.json", "*.safetensors", "*.bin", "*.gguf", "*.txt", "*.jinja", "*.model")
@@ -49,7 +52,12 @@ def open_drafter(
     converted from. Otherwise it is a folder, a GGUF file or a hub repo id: a converted head; a
     folder of MTP layers; an EAGLE checkpoint, which is converted into the cache, saying so; or an
     ordinary mlx-lm model with the target's vocabulary. With "+lookup" behind it, it copies where
-    that is likely to keep more. ``draft_window`` is for EAGLE heads: see ``load_drafter``.
+    that is likely to keep more. What is opened as published is quantized while it is loaded, as
+    the converter does it, beside a target that is quantized (see ``usual_quantization``);
+    ``quantize_bits`` says how many bits it gets, 0 that it stays as it is. ``draft_window`` is for
+    EAGLE heads: see ``load_drafter``. ``draft_vocab`` makes it draft from a part of the
+    vocabulary: the first N ids, or those in a file or list, with the tokens that end a text and
+    those of each prompt; None or "full": all.
 
     Raises ValueError, in one sentence, for what is none of these or does not fit ``model``.
     """
@@ -59,6 +67,7 @@ def open_drafter(
         tokenizer,
         quantize_bits=quantize_bits,
         draft_window=draft_window,
+        draft_vocab=draft_vocab,
         target=target,
     )[1]
 
@@ -70,6 +79,7 @@ def open_named(
     *,
     quantize_bits: int | None = None,
     draft_window: int | None = None,
+    draft_vocab: DraftVocab = None,
     target: str | Path | None = None,
     copies: bool = True,
 ) -> tuple[str, Drafter]:
@@ -84,9 +94,9 @@ def open_named(
     options = LoadOptions(quantize_bits, tokenizer=tokenizer, target=place)
     copies = has_plus or (copies and name == AUTO)
     if name == AUTO:
-        name, drafter = _open_known(model, options, draft_window, copies)
+        name, drafter = _open_known(model, options, draft_window, draft_vocab, copies)
     else:
-        drafter = _open(name, model, options).with_draft_window(draft_window)
+        drafter = _open(name, model, options, draft_vocab).with_draft_window(draft_window)
     if copies and name != LOOKUP:
         return f"{name}+{LOOKUP}", drafter.with_copies()
     return name, drafter
@@ -117,11 +127,24 @@ def _open_published(
     """Open a drafter in the form of its makers."""
     if kind.loads_published:
         return kind.load(path, read_published(path / "config.json"), model, options)
-    return _open_checkpoint(path, name, model, options.quantize_bits)
+    packing = options.quantization(model)
+    if options.quantize_bits is None and _is_packed(path):
+        packing = Quantization()  # what is packed stays as it is
+    return _open_checkpoint(path, name, model, packing)
+
+
+def _is_packed(path: Path) -> bool:
+    """Whether MLX has packed matrices of a checkpoint."""
+    shards = sorted(path.glob("*.safetensors"))
+    return any(name.endswith(".scales") for shard in shards for name in read_header(shard))
 
 
 def _open_known(
-    model: nn.Module, options: LoadOptions, draft_window: int | None, copies: bool
+    model: nn.Module,
+    options: LoadOptions,
+    draft_window: int | None,
+    draft_vocab: DraftVocab,
+    copies: bool,
 ) -> tuple[str, Drafter]:
     """Open the first known drafter of the target that can be; else one that only copies.
 
@@ -135,7 +158,8 @@ def _open_known(
     unknown = f"no public head is known here for {options.target}"
     for pair in known_pairs(options.target):
         try:
-            drafter = _open(pair.head, model, options).with_draft_window(draft_window)
+            opened = _open(pair.head, model, options, draft_vocab)
+            drafter = opened.with_draft_window(draft_window)
         except USER_ERRORS as err:
             reason = " ".join(str(err).split())
             print(f"{pair.head} is passed over, for it cannot be used: {reason}", file=sys.stderr)
@@ -259,6 +283,7 @@ def open_beside(
     base, has_plus = (AUTO, False) if name is None else split_name(name)
     if base == AUTO and own is not None:
         own = own.with_draft_window(draft_window)
+        own = with_draft_vocab(own, draft_vocab, model, tokenizer)
         return (f"{AUTO}+{LOOKUP}", own.with_copies()) if copies or has_plus else (AUTO, own)
     if name is None:
         return None, None
@@ -359,4 +384,6 @@ def _about(folder: Path) -> str:
     except (ValueError, OSError):
         return "damaged; it is converted again when it is used"
     source = (values.get("source") or {}).get("path", "an unknown place")
-    return f"{size / 1e6:.0f} MB, {made_for}, from {source}"
+    packing = values.get("quantization")
+    packed = f"quantized to {bits_of(packing)}" if packing else "not quantized"
+    return f"{size / 1e6:.0f} MB, {packed}, {made_for}, from {source}"

@@ -16,6 +16,7 @@ from ..decoding.setup import AUTO, read_tree
 from ..demo.pair import load_demo
 from ..draft_models import LOOKUP, find_drafter, known_pairs, open_beside, split_name
 from ..drafters.base import Drafter, NullDrafter
+from ..drafters.output_rows import read_draft_vocab
 from ..structured import JSONSchema, Regex
 from ..system.cli_values import (
     GROUP_SIZES,

@@ -20,7 +20,10 @@ from ..decoding.pass_costs import EXPECTED, TargetWeights
 from ..draft_models import LOOKUP, known_pairs, split_name
 from ..drafters.kinds import KINDS, kind_of
 from ..drafters.model_drafter import NOT_LOADED
+from ..drafters.mtp import outline
+from ..drafters.output_rows import USUAL_PART, WORTH_IT
 from ..drafters.pairs import targets_within
+from ..drafters.quantize import packing_words, usual_quantization
 from ..drafters.target_parts import sizes_of
 from ..system.atomic_folder import user_cache
 from ..system.device import (
@@ -170,6 +173,7 @@ def expect(model: str, draft_model: str | None) -> list[Finding]:
     found = [check_size(model, config, built), check_caches(built)]
     found += check_passes(this_machine(), built)
     found += check_precision(this_machine(), config)
+    found += check_vocabulary(folder, built)
     return [*found, check_head(model, draft_model, built)]
 
 
@@ -249,6 +253,26 @@ def check_passes(machine: Machine, model: nn.Module) -> list[Finding]:
     if machine.backend == "metal":
         found += [Finding("attention", attention_words(*sizes)) for sizes in head_sizes(model)]
     return found
+
+
+def check_vocabulary(folder: Path, model: nn.Module) -> list[Finding]:
+    """A smaller vocabulary for drafts, where the first ids are the frequent ones."""
+    num_tokens = sizes_of(model).vocab_size
+    path = folder / "tokenizer.json"
+    if num_tokens <= WORTH_IT or not path.is_file():
+        return []
+    try:
+        decoder = read_json(path).get("decoder")
+    except ValueError:
+        return []  # loading the target says what is wrong
+    if not isinstance(decoder, dict) or decoder.get("type") != "ByteLevel":
+        return []
+    text = (
+        f"{num_tokens} tokens by byte pairs: drafters that use the target's output matrix (MTP "
+        f"layers, DFlash, DSpark) read {USUAL_PART / num_tokens:.0%} of it with --draft-vocab "
+        f"{USUAL_PART}; measure both"
+    )
+    return [Finding("vocabulary", text)]
 
 
 def check_precision(machine: Machine, config: dict[str, Any]) -> list[Finding]:
@@ -369,6 +393,9 @@ def _known_head(model_name: str, name: str | None, model: nn.Module) -> Finding:
         remedy = "Name one with --draft-model, or train one: mlx_eagle.train"
         return Finding("draft model", f"no public head is known{copies}", "note", remedy)
     if pair.head == pair.kind:
-        return Finding("draft model", f"{KINDS[pair.kind].title} of the target's own")
+        text = f"{KINDS[pair.kind].title} of the target's own{_packing(model)}"
+        return Finding("draft model", text)
+    usual = usual_quantization(model, this_machine())
+    done = "" if usual is None else f", and quantizes to {usual.words}"
     known = f"{pair.kind}, {pair.size}, licence: {pair.licence}"
     return Finding("draft model", f"{pair.head} ({known}) is what --draft-model auto takes{done}")

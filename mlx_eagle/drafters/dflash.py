@@ -31,7 +31,6 @@ from .folder import (
     check_tensors,
     fill,
     quantize_as_stored,
-    quantize_now,
     read_weights,
     shapes_of,
 )

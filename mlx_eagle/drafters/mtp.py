@@ -15,7 +15,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..system.fields import BOOL, OBJECT, TEXT, Table, check, shown
-from .folder import PACKING, SIZE, fault_in, quantize_now, read_weights, shapes_of
+from .folder import PACKING, SIZE, fault_in, read_weights, shapes_of
 from .kind import LoadOptions, Tensor, Tensors
 from .mtp_drafter import MTPDrafter, MTPHead, MTPSteps, SteppedMTPDrafter
 from .mtp_layers import (

@@ -300,9 +300,9 @@ def test_what_is_refused():
 
 def test_opened_with_one(monkeypatch):
     head = tiny_head(LLAMA)
-    assert open_beside(head, None, LLAMA, draft_vocab=8).num_drafted == 4
-    assert open_beside(head, None, LLAMA, draft_vocab="full") is not None
-    assert open_beside(head, None, LLAMA).num_drafted == VOCAB // 2
+    assert open_beside(head, None, LLAMA, draft_vocab=8)[1].num_drafted == 4
+    assert open_beside(head, None, LLAMA, draft_vocab="full")[1] is not None
+    assert open_beside(head, None, LLAMA)[1].num_drafted == VOCAB // 2
     lagging = head.with_draft_vocab(np.arange(8)).with_draft_cache("lagging")
     assert lagging.num_drafted == 4 and lagging.lagging
 

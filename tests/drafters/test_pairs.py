@@ -149,7 +149,7 @@ def run(monkeypatch, capsys):
     monkeypatch.setattr(drafters, "own_kind", lambda target: None)
     monkeypatch.setattr(drafters, "made_from", lambda source: (None, False))
 
-    def open_one(name, model, options):
+    def open_one(name, model, options, draft_vocab):
         opened.append((name, model))
         return DemoHead(name).with_draft_window(None)
 

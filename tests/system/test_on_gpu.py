@@ -7,7 +7,6 @@ from helpers import CROWDED, FUSED, PROMPT, plain, speculative, tiny_head, tiny_
 from mlx_lm.models.cache import make_prompt_cache
 from tolerances import tolerance
 
-from mlx_eagle.convert.quantize import pack
 from mlx_eagle.decoding import generate_step
 from mlx_eagle.decoding.decoder import Decoder
 from mlx_eagle.drafters.quantize import pack
