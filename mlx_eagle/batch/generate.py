@@ -242,6 +242,7 @@ def generate_in_turn(
             sampler=options.sampler_of(request),
             logits_processors=options.own_processors(),
             acceptance=options.acceptance,
+            exact=options.exact,
             prompt_cache=request.cache,
             prefill_step_size=options.prefill_step_size,
             known_tokens=request.known_tokens,

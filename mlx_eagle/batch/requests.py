@@ -68,6 +68,7 @@ class Options:
     sampler: Sampler | None = None
     logits_processors: list[LogitsProcessor] | None = None
     acceptance: str | None = None
+    exact: bool = False
     prefill_step_size: int = 2048
     max_kv_size: int | None = None
     completion_batch_size: int | None = None

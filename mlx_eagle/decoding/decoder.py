@@ -20,6 +20,7 @@ from ..drafters.tree import PLAIN, DraftPlan, DraftShape
 from ..target.cache_view import CacheView, close_windows, open_windows
 from ..target.kernels import KernelOptions
 from ..target.rollback import CacheQuantization, Checkpoint
+from ..target.row_by_row import checkpoint_of_rows, run_rows
 from ..target.target import Target
 from .accept import Choice, Match, Outcome, RowsInTurn, Rule, Verification
 from .draft import propose
@@ -195,6 +196,8 @@ class Decoder:
     holds N - 1 positions, all but the root, and the drafter has absorbed N - 1 pairs.
     """
 
+    is_exact = False  # each row of a pass is a plain step of its own: see ``target.row_by_row``
+
     def __init__(
         self,
         target: Target,
@@ -324,7 +327,8 @@ class Decoder:
         what is drafted come up to ``most_forced`` tokens that a grammar forces, if it does. Where
         the shape is a copy, the drafter does not draft, and absorbs the round later.
         """
-        open_windows(self.cache)
+        if not self.is_exact:
+            open_windows(self.cache)
         shape = self._verifiable(shape)
         most_forced = 0 if self.discards_features else most_forced
         forced = self.processors.forced(self.quantization.fit(most_forced, self.cache))
@@ -353,12 +357,15 @@ class Decoder:
             if len(draft) > 0:
                 tokens = mx.concatenate([tokens, draft.tokens])
         # The checkpoint is not named in there: it would keep itself and all caches alive.
-        before_pass = Checkpoint(
-            self.cache, lambda num_rows: self._rerun(tokens[:num_rows]), 1 + len(draft)
-        )
+        if self.is_exact and len(draft) > 0:
+            before_pass = checkpoint_of_rows(self.cache, is_tree=tree_mask is not None)
+        else:
+            before_pass = Checkpoint(
+                self.cache, lambda num_rows: self._rerun(tokens[:num_rows]), 1 + len(draft)
+            )
         with self._undone_on_failure(before_pass, before_draft), mx.stream(self.stream):
             # 2. Verify: one pass of the target over the root and the draft.
-            logits, features = self._verify(tokens, tree_mask, before_pass)
+            logits, features = self._verify(tokens, draft, tree_mask, before_pass)
             # 3. Accept: the rule keeps what the target agrees with, and the drafter absorbs it.
             verification = self._accept(choice, draft, tree_mask, logits).asking(self.num_top)
             if verification.rows is not None and features is not None:
@@ -535,9 +542,11 @@ class Decoder:
             return self.target(tokens, self.cache, embeddings=given)
 
     def _verify(
-        self, tokens: mx.array, tree_mask: mx.array | None, checkpoint: Checkpoint
+        self, tokens: mx.array, draft: Draft, tree_mask: mx.array | None, checkpoint: Checkpoint
     ) -> tuple[mx.array, mx.array | None]:
         """Logits and features; the checkpoint learns how recurrent states came about."""
+        if self.is_exact and len(draft) > 0:
+            return run_rows(self._run, tokens, draft.known_parents(), checkpoint)
         if tree_mask is not None:
             return self.target(tokens, self.cache, tree_mask)
         if not checkpoint.recurrent or tokens.shape[0] <= 1:

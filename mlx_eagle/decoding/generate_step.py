@@ -65,6 +65,7 @@ def speculative_generate_step(
     prompt_progress_callback: Progress | None = None,
     input_embeddings: mx.array | None = None,
     known_tokens: Tokens | None = None,
+    exact: bool = False,
     stop_tokens: Collection[int] = (),
     stats: Stats | None = None,
 ) -> Iterator[tuple[int, mx.array, bool]]:
@@ -83,6 +84,8 @@ def speculative_generate_step(
     ``known_tokens`` are those that ``prompt_cache`` holds, for a drafter that copies (see
     ``Drafter.with_copies``); by default those that an earlier generation with this drafter left in
     it. They are a hint: wrong ones cost speed, never a token of text.
+    ``exact`` computes every row of a verify pass as a plain step is computed, bit for bit; a row
+    then costs about what a plain step costs: see ``target/row_by_row.py``.
     The progress callback is given how much of the prompt is done and how much there is, in tokens.
 
     Wherever the caller stops, ``prompt_cache`` then holds the prompt and every token yielded,
@@ -145,6 +148,7 @@ def speculative_generate_step(
             acceptance=acceptance,
             tree=tree,
             copies=copies,
+            exact=exact,
         )
         progress = prompt_progress_callback or silent
         decoder.prefill(prompt, prefill_step_size, progress, input_embeddings)
@@ -201,7 +205,7 @@ def make_controller(
         return FixedController(DraftShape(tree.depth, tree), copy_size=tree.depth * copies)
     if tree is None and not isinstance(num_draft_tokens, str):
         return fixed_controller(num_draft_tokens, drafter.longest_draft != 0, copies)
-    costs = costs_of(decoder.target.model, drafter, decoder.rule)
+    costs = costs_of(decoder.target.model, drafter, decoder.rule, decoder.is_exact)
     decoder.use(costs.options or KernelOptions())
     trial = None
     options = kernel_options(decoder) if decoder.prefill_time > LONG_PREFILL else []

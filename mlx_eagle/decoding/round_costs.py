@@ -176,30 +176,37 @@ TREE_OVERHEAD = 0.08
 _known: PerModel[RoundCosts] = PerModel()
 
 
-def costs_of(model: nn.Module, drafter: Drafter, rule: object) -> RoundCosts:
-    """Costs of a pair's rounds under a rule: one object for the whole process."""
+def costs_of(
+    model: nn.Module, drafter: Drafter, rule: object, is_exact: bool = False
+) -> RoundCosts:
+    """Costs of a pair's rounds under a rule: one object for the whole process.
+
+    ``is_exact``: each row of a pass is computed as a plain step is.
+    """
 
     def begin() -> RoundCosts:
-        curve, doubt = _curves(model, drafter)
+        curve, doubt = _curves(model, drafter, is_exact)
         return RoundCosts(curve, is_sharded(model), doubt)
 
-    settings = (drafter.cost_key, str(rule))
+    settings = (drafter.cost_key, str(rule), is_exact)
     return _known.get(begin, model, *drafter.modules(), settings=settings)
 
 
-def _curves(model: nn.Module, drafter: Drafter) -> tuple[Curve, Curve]:
+def _curves(model: nn.Module, drafter: Drafter, is_exact: bool) -> tuple[Curve, Curve]:
     """Cost of a round in plain steps, and the doubt in it: see ``RoundCosts``."""
     machine = this_machine()
     weights = TargetWeights.of(model)
     share = min(1.0, sum(map(weight_bytes, drafter.modules())) / max(1, weights.row_bytes))
 
     def curve(shape: DraftShape, num_requests: int) -> float:
-        verify = weights.pass_cost(machine, shape.num_rows * num_requests)
+        num_rows = shape.num_rows * num_requests
+        verify = num_rows if is_exact else weights.pass_cost(machine, num_rows)
         steps = shape.size * share * product_cost(machine, num_requests, weights.packing)
         overhead = CHAIN_OVERHEAD if shape.tree is None else TREE_OVERHEAD
         return verify + steps + overhead * (not shape.is_plain)
 
     def doubt(shape: DraftShape, num_requests: int) -> float:
-        return weights.pass_doubt(machine, shape.num_rows * num_requests)
+        num_rows = shape.num_rows * num_requests
+        return 0.0 if is_exact else weights.pass_doubt(machine, num_rows)
 
     return cache(curve), doubt

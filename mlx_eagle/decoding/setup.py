@@ -1,6 +1,7 @@
 """Settings, checks and known costs: what there is of a pair before anything is decoded."""
 
 from collections.abc import Callable
+from functools import partial
 from numbers import Integral, Real
 from typing import Any, SupportsInt, TypeGuard
 
@@ -202,18 +203,24 @@ def open_decoder(
     acceptance: str | None,
     tree: Tree | str | None = None,
     copies: Copies | None = None,
+    exact: bool = False,
 ) -> Decoder:
     """Target and drafter for one request, checked against each other and what is asked of them.
 
-    ``copies`` are what the request may copy from its text and others.
+    ``copies`` are what the request may copy from its text and others. ``exact``: rows of a pass
+    are computed one by one, and a tie of rounded log-probabilities is broken as in mlx-lm.
     """
     # What processes exchange must be on one stream: an earlier pass may still be under way.
     with mx.stream(stream):
         _check_target(model, drafter, cache, quantization, tree)
         target = Target(model, drafter.taps, fused_rows)
+    if exact and sampler is None:
+        sampler = partial(mx.argmax, axis=-1)
     rule = make_rule(acceptance, sampler)
     processors = LogitsProcessors(logits_processors or ())
-    return Decoder(target, drafter, cache, rule, processors, quantization, stream, copies)
+    decoder = Decoder(target, drafter, cache, rule, processors, quantization, stream, copies)
+    decoder.is_exact = exact
+    return decoder
 
 
 def _check_target(

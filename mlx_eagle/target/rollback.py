@@ -19,7 +19,7 @@ RULES is the table of strategies, a class for each; its objects are the entries 
 A pass of one row costs what it costs without a checkpoint: nothing is copied for one.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -244,7 +244,8 @@ class Checkpoint:
 
     ``rerun(m)`` must run the first m rows of the pass through the model again, on top of what
     was there before; it is called where a cache's rows cannot be cut. ``num_rows`` is how many
-    rows the pass will have, where that is known: a single one costs nothing.
+    rows the pass will have, where that is known: a single one costs nothing. Each of ``entries``
+    is of one cache, by ``rules``.
     """
 
     def __init__(
@@ -252,10 +253,11 @@ class Checkpoint:
         caches: list[Any],
         rerun: Callable[[int], None] | None = None,
         num_rows: int | None = None,
+        rules: Mapping[type, Callable[[Any, int | None], Any]] = RULES,
     ):
         self._caches = caches
         self._before = list(caches)
-        self._entries = [RULES[type(cache)](cache, num_rows) for cache in single_caches(caches)]
+        self.entries = [rules[type(cache)](cache, num_rows) for cache in single_caches(caches)]
         self._rerun = rerun
         self._updates: StateUpdates | None = None
         self._kept: KeptRows | None = None  # what recurrent states have yet to be made of
@@ -263,7 +265,7 @@ class Checkpoint:
     @property
     def recurrent(self) -> list[StateRollback]:
         """The entries whose rows cannot be cut."""
-        return [entry for entry in self._entries if isinstance(entry, StateRollback)]
+        return [entry for entry in self.entries if isinstance(entry, StateRollback)]
 
     def keep_updates(self, updates: StateUpdates | None) -> None:
         """Keep the pass's record of its states: with one there is no ``rerun``."""
@@ -288,7 +290,7 @@ class Checkpoint:
                 runs_again = True
             else:
                 self._kept = KeptRows((num_rows,), self._updates.num_rows)
-        for entry in self._entries:
+        for entry in self.entries:
             entry.rollback(0 if runs_again else num_rows)
         if runs_again:
             assert self._rerun is not None
@@ -311,9 +313,9 @@ class Checkpoint:
         if rows == list(range(len(rows))):
             self.rollback(len(rows))
             return
-        taken = [entry.take(rows) for entry in self._entries]
+        taken = [entry.take(rows) for entry in self.entries]
         # Started before anything is written: a buffer that is still to be read would be copied,
         # all of it, to be written.
         mx.async_eval(taken)
-        for entry, arrays in zip(self._entries, taken, strict=True):
+        for entry, arrays in zip(self.entries, taken, strict=True):
             entry.put(arrays, len(rows))
