@@ -10,7 +10,9 @@ from mlx_eagle.drafters.tree import parse_tree
 
 @dataclass(frozen=True)
 class Configuration:
-    """A way to decode. ``kind``: "plain", "chain", "auto", "copies", "tree" or "mlx-lm-draft".
+    """A way to decode.
+
+    ``kind``: "plain", "chain", "auto", "copies", "tree", "exact" or "mlx-lm-draft".
 
     ``size`` is the draft length if it is fixed; ``options`` go to ``stream_generate``;
     ``drafter`` names one of ``Models.drafters``.
@@ -32,11 +34,13 @@ def make_configurations(
     compares: bool = False,
     copied: Sequence[int | str] = (),
     drafters: Sequence[str] = ("",),
+    exact: bool = False,
 ) -> list[Configuration]:
     """List the configurations: chains, chains with copies, trees, mlx-lm's method at fixed k.
 
     ``copied`` are the draft lengths with copies from the text, ``compares`` asks for mlx-lm's
-    method. Each of several ``drafters`` has all configurations, with its name in front.
+    method, ``exact`` for chains and trees that are computed row by row beside the others. Each of
+    several ``drafters`` has all configurations, with its name in front.
     """
     found = [chain_of(size) for size in sizes]
     for size in copied:
@@ -45,6 +49,9 @@ def make_configurations(
     for tree in trees:
         shape = tree if tree == AUTO else parse_tree(tree)
         found.append(Configuration(f"tree {tree}", "tree", None, {"tree": shape}))
+    for each in [each for each in found if exact and each.kind != "copies"]:
+        options = {**each.options, "exact": True}
+        found.append(replace(each, label=f"{each.label}, exact", kind="exact", options=options))
     many = len(drafters) > 1
     found = [
         replace(each, drafter=name, label=f"{name}, {each.label}" if many else each.label)

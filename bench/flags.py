@@ -37,7 +37,7 @@ Value = TypeVar("Value")
 ORDERS = ("abba", "mirror", "weave")
 CLIENTS = "1,2,4,8"
 ALL = "auto:all"  # every known drafter of the target
-NOT_SERVED = ("batch", "compare", "context", "picture", "with_lookup")
+NOT_SERVED = ("batch", "compare", "context", "exact", "picture", "with_lookup")
 """Flags that mean nothing with ``--serve``."""
 RANGES = (
     DRAFT_WINDOW,
@@ -61,6 +61,7 @@ class Settings:
     max_tokens: int = 128
     sizes: tuple[int | str, ...] = (3,)
     copied: tuple[int | str, ...] = ()
+    exact: bool = False
     temps: tuple[float, ...] = (0.0,)
     trees: tuple[str, ...] = ()
     contexts: tuple[int | None, ...] = (None,)
@@ -101,6 +102,8 @@ def build_parser() -> argparse.ArgumentParser:
     words = "Also draft trees: WIDTHxDEPTH:NODES."
     add("--tree", action="append", default=[], metavar="SHAPE,...", help=words)
     add("--context", metavar="N,...", help="Pad prompts to that many tokens.")
+    words = "Also draft the same chains and trees with every row computed as a plain step."
+    add("--exact", action="store_true", help=words)
     words = "Also decode N prompts of each set at once, greedily, against mlx-lm's batch."
     add("--batch", metavar="N,...", help=words)
     words = "Measure only the server, with N clients at once, greedily, over HTTP, against "
@@ -183,7 +186,7 @@ def read_settings(args: argparse.Namespace) -> Settings:
         given = getattr(args, flag)
         text = (",".join(given) or None) if isinstance(given, list) else given
         found[name] = read_list(flag_of(flag), text, convert, wanted)
-    for name in ("limit", "max_tokens", "repeats", "order", "seed"):
+    for name in ("limit", "max_tokens", "repeats", "order", "seed", "exact"):
         found[name] = getattr(args, name)
     settings = Settings(**{name: value for name, value in found.items() if value != ()})
     check_flags(args, settings)
@@ -211,7 +214,7 @@ def check_flags(args: argparse.Namespace, settings: Settings) -> None:
             f"--serve measures one draft model, but --draft-model is {args.draft_model}: give one."
         )
     for name in NOT_SERVED:
-        if getattr(args, name) is not None:
+        if getattr(args, name) not in (None, False):
             raise ValueError(f"{flag_of(name)} does not go with --serve: leave one of them out.")
     if settings.temps != (0.0,):
         raise ValueError(

@@ -41,11 +41,16 @@ class Measurement:
         drafters = self.models.drafters
         compares = self.models.compared is not None
         found = make_configurations(
-            settings.sizes, settings.trees, compares, settings.copied, tuple(drafters)
+            settings.sizes,
+            settings.trees,
+            compares,
+            settings.copied,
+            tuple(drafters),
+            settings.exact,
         )
         if len(drafters) == 1:
             return found
-        return [c for c in found if c.kind != "tree" or drafters[c.drafter].supports_trees]
+        return [c for c in found if "tree" not in c.options or drafters[c.drafter].supports_trees]
 
     @property
     def batched(self) -> list[Configuration]:

@@ -114,7 +114,8 @@ def speedup(view: Mapping[str, Any]) -> Figure | None:
     right.plot(sizes, taus, "C0o", zorder=3, label="measured")
     left.axhline(1.0, color=GREY, lw=1.2, label="plain decoding")
     looks = cycle(product(("-.", "-"), ("C3", "C1", "C4")))  # those that the curves leave
-    others = [c for c in view["configurations"] if c["kind"] in ("auto", "copies", "tree")]
+    drawn = ("auto", "copies", "tree", "exact")
+    others = [c for c in view["configurations"] if c["kind"] in drawn]
     for configuration, (style, colour) in zip(others, looks, strict=False):
         value = configuration["overall"]["speedup"]
         if value:
@@ -269,7 +270,8 @@ def shown(configurations: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]
     best = []
     for copies in (False, True):
         own = [c for c in configurations if (c["kind"] == "copies") == copies]
-        auto = [c for c in own if c["kind"] != "tree" and c["num_draft_tokens"] is None]
+        chains = [c for c in own if c["kind"] not in ("tree", "exact")]
+        auto = [c for c in chains if c["num_draft_tokens"] is None]
         fastest = sorted(auto or own, key=lambda c: -c["overall"]["speedup"])
         best += fastest[:1]
     return best

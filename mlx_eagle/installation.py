@@ -44,6 +44,7 @@ class Installation:
         update_wrapper(self, original)
         self.original = original
         self.stats: Stats | None = None
+        self.exact = False
         self._draft_model: str | Drafter | None = None
         self._drafters: dict[int, Drafter | None] = {}  # by the id of a model, while it lives
         self._in_batch = threading.local()
@@ -61,9 +62,8 @@ class Installation:
         if not is_drafter(draft_model):
             return self.original(prompt, model, draft_model, stream, **kwargs)
         self.stats = kwargs.pop("stats", None) or Stats()
-        return speculative_generate_step(
-            prompt, model, draft_model, stream, **kwargs, stats=self.stats
-        )
+        options = {"exact": self.exact, **kwargs, "stats": self.stats}
+        return speculative_generate_step(prompt, model, draft_model, stream, **options)
 
     def draft_by_default(self, draft_model: str | Drafter | None) -> None:
         """Draft with this from now on where a call names no draft model."""
@@ -107,6 +107,7 @@ class Installation:
         for theirs, ours in self._replaced:
             _replace_everywhere(ours, theirs)
         self._replaced = []
+        self.exact = False
         self.draft_by_default(None)
 
     def _for_texts(self, theirs: Callable[..., Any]) -> Callable[..., Any]:
@@ -129,7 +130,9 @@ class Installation:
                 )
                 return
             stats = Stats()
-            options = {"num_draft_tokens": AUTO, "stats": stats, **kwargs}
+            options = {
+                "num_draft_tokens": AUTO, "exact": self.exact, "stats": stats, **kwargs
+            }  # fmt: skip
             responses = stream_generate(
                 model, tokenizer, prompt, max_tokens, drafter, *args, **options
             )
@@ -161,7 +164,9 @@ class Installation:
                     "mlx-lm drafts for no batch: give a drafter that mlx_eagle has opened, or "
                     "leave draft_model out."
                 )
-            options = {"num_draft_tokens": AUTO, **kwargs} if named is None else kwargs
+            options = {"exact": self.exact, **kwargs}
+            if named is None:
+                options = {"num_draft_tokens": AUTO, **options}
             self._in_batch.is_inside = True
             try:
                 return batch_generate(model, tokenizer, *args, draft_model=drafter, **options)
@@ -193,7 +198,7 @@ def _open(name: str, model: nn.Module, tokenizer: Any) -> Drafter | None:
         return None
 
 
-def install(draft_model: str | Drafter | None = None) -> Installation:
+def install(draft_model: str | Drafter | None = None, exact: bool | None = None) -> Installation:
     """Let mlx-lm run our loop wherever ``draft_model`` is one of our drafters, or by default.
 
     ``mlx_lm.generate``, ``mlx_lm.stream_generate``, ``mlx_lm.server`` and what is built on them
@@ -206,7 +211,9 @@ def install(draft_model: str | Drafter | None = None) -> Installation:
     Where there is none for a model it decodes plainly, with a warning. mlx-lm's server has
     batches of its own, which this does not reach: use ``mlx_eagle.server``.
 
-    Installing again changes the default, if one is given, and returns the same ``Installation``.
+    ``exact`` is the default of every call that our loop runs: see ``speculative_generate_step``.
+
+    Installing again changes the defaults that are given, and returns the same ``Installation``.
 
     Raises RuntimeError, in one sentence, where this version of mlx-lm is not the one we know.
     """
@@ -220,6 +227,8 @@ def install(draft_model: str | Drafter | None = None) -> Installation:
         installation.put_in_place(module)
     elif draft_model is not None:
         installation.draft_by_default(draft_model)
+    if exact is not None:
+        installation.exact = exact
     return installation
 
 
@@ -231,15 +240,19 @@ def uninstall() -> None:
 
 
 @contextmanager
-def installed(draft_model: str | Drafter | None = None) -> Iterator[Installation]:
+def installed(
+    draft_model: str | Drafter | None = None, exact: bool | None = None
+) -> Iterator[Installation]:
     """Install for the length of a block; afterwards everything is as it was before."""
     before = getattr(_module(), NAME, None)
-    default = before._draft_model if isinstance(before, Installation) else None
+    if isinstance(before, Installation):
+        defaults = before._draft_model, before.exact
     try:
-        yield install(draft_model)
+        yield install(draft_model, exact)
     finally:
         if isinstance(before, Installation):
-            before.draft_by_default(default)
+            before.draft_by_default(defaults[0])
+            before.exact = defaults[1]
         else:
             uninstall()
 

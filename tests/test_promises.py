@@ -224,11 +224,13 @@ SHAPES: dict[str, dict] = {
     "3": {"num_draft_tokens": 3},
     "7": {"num_draft_tokens": 7},
     "auto": {"num_draft_tokens": "auto"},
+    "3, exact": {"num_draft_tokens": 3, "exact": True},
     "tree": {"tree": "2x3:6"},
+    "tree, exact": {"tree": "2x3:6", "exact": True},
     "static tree": {"tree": "3/2+0+1"},
     "tree auto": {"tree": "auto"},
 }
-TREES = ("tree", "static tree", "tree auto")
+TREES = ("tree", "tree, exact", "static tree", "tree auto")
 
 
 KINDS: dict[str, Callable[[KVCache], Any]] = {

@@ -295,6 +295,8 @@ def batch_generate(
     pass over that many rows costs more than drafts save. None: 8; with "auto" 32, the costs
     permitting, but 8 where requests are decoded one after the other.
 
+    With ``exact`` the requests are decoded one after the other, as each would be by itself.
+
     A ``Sampling`` gives every prompt noise of its own (see ``Sampling.row``).
 
     ``known_tokens``: for each prompt those that its cache in ``prompt_caches`` holds, for a
@@ -344,6 +346,10 @@ def _generate(
     max_speculative_batch: int | None,
 ) -> BatchResponse:
     """Together, one after the other or plainly, as fits the batch."""
+    start = time.perf_counter()
+    if options.exact:  # a pass that texts share rounds otherwise than each of them does
+        generate_in_turn(model, draft_model, requests, options)
+        return response_of(requests, tokenizer, options, time.perf_counter() - start)
     caches = [c for request in requests for c in split_cache(request.cache, model, None)[0]]
     reason = reason_not_batchable(model, caches)
     shares = reason is None
@@ -372,7 +378,6 @@ def _generate(
         return generate_plainly(model, tokenizer, requests, options)
     if controller is None or is_drafted:
         _say_what_is_shared(draft_model, options, reason)
-    start = time.perf_counter()
     if controller is None:
         generate_in_turn(model, draft_model, requests, options)
     else:

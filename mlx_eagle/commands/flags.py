@@ -111,6 +111,12 @@ def add_draft_flags(parser: argparse.ArgumentParser) -> None:
         "the same text with or without drafting. reject: rejection sampling, in a tree child "
         "by child.",
     )
+    parser.add_argument(
+        "--exact",
+        action="store_true",
+        help="Compute each row of a verify pass as a plain step: the text is that of plain "
+        "decoding in every type, and a row costs about what a plain step costs.",
+    )
     use_plain_words(parser)
 
 
@@ -309,4 +315,5 @@ def text_options(
         "num_draft_tokens": args.num_draft_tokens,
         "acceptance": args.acceptance,
         "tree": read_tree(args.tree),
+        "exact": args.exact,
     }

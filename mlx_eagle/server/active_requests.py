@@ -136,6 +136,7 @@ class RequestFactory:
             acceptance=args.acceptance if active.is_drafted else None,
             tree=active.tree,
             copies=None if copies is None else copies.begin(known, rest, args.scope),
+            exact=args.exact,
         )
         request.decoder.discards_features = drafter is None
         if args.logprobs or args.top_logprobs > 0:

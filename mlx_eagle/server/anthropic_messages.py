@@ -32,7 +32,7 @@ SAME = (
     "temperature", "top_p", "top_k", "stream", "model",
     # ours, besides Anthropic's
     "num_draft_tokens", "tree", "acceptance", "seed", "reuse_caches", "chat_template_kwargs",
-    "store", *SCOPE,
+    "store", "exact", *SCOPE,
 )  # fmt: skip
 OMITTED = "thoughts_omitted"  # in a translated body: their blocks stay empty
 

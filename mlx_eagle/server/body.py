@@ -92,7 +92,7 @@ KINDS: dict[type, tuple[str, ...]] = {
     str: ("model", "draft_model", "reasoning_effort", *SCOPE),
     bool: (
         "stream", "echo", "parallel_tool_calls", "continue_final_message", "include_draft",
-        "reuse_caches", "store",
+        "reuse_caches", "store", "exact",
     ),
 }  # fmt: skip
 UNSUPPORTED = ("suffix", "audio", "web_search_options", "verbosity", "guided_json")
@@ -118,6 +118,7 @@ class PairArguments(GenerationArguments):
 
     tree: str | None
     acceptance: str | None
+    exact: bool = False
     reuse_caches: bool = True
     reports_drafts: bool = False
     keeps_space: bool = False
@@ -247,6 +248,7 @@ def read_arguments(body: dict[str, Any], flags: Namespace, is_chat: bool) -> Pai
         chat_template_kwargs=template,
         tree=get("tree", flags.tree),
         acceptance=acceptance,
+        exact=get("exact", flags.exact),
         reuse_caches=get("reuse_caches", True),
         cache_salt=get("cache_salt", ""),
         scope=tuple(get(name) for name in SCOPE),

@@ -128,7 +128,7 @@ class Schedule:
         """The group for these draft settings, or a private one if it cannot share rounds."""
         args = active.args
         tree = active.tree
-        can_share = self._can_share and tree is None and not active.is_alone
+        can_share = self._can_share and tree is None and not args.exact and not active.is_alone
         num_draft_tokens = args.num_draft_tokens if active.is_drafted else 0
         key = num_draft_tokens if can_share else active
         if key not in self._groups:

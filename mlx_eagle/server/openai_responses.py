@@ -26,7 +26,7 @@ SAME = (
     "model", "stream", "temperature", "top_p", "parallel_tool_calls", "top_logprobs",
     "num_draft_tokens", "tree", "acceptance", "seed", "reuse_caches", "chat_template_kwargs",
     "stop", "top_k", "min_p", "logit_bias", "thinking_budget", "presence_penalty",
-    "frequency_penalty", "repetition_penalty", "store", *SCOPE,
+    "frequency_penalty", "repetition_penalty", "store", "exact", *SCOPE,
 )  # fmt: skip
 """Fields with the same meaning as in a chat."""
 OTHER_NAMES = {

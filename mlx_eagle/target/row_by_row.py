@@ -6,8 +6,8 @@ all of a row goes through what a plain step goes through: products, attention, e
 recurrent updates. Nothing is computed between the calls. MLX runs their graph breadth first: a
 matrix is read for one row soon after it was read for another.
 
-Of a branch of a tree a row sees its ancestors only, as if they had been all of the text: the caches
-are put back to where its parent left them.
+A row of a tree sees its ancestors only, as if they had been all of the text: the caches are put
+back to where its parent left them.
 """
 
 from collections.abc import Callable, Sequence
@@ -60,7 +60,7 @@ APPENDED = (KVCache, QuantizedKVCache, ConcatenateKVCache)
 
 
 def checkpoint_of_rows(caches: list[Any], is_tree: bool) -> Checkpoint:
-    """A checkpoint before a pass of ``run_rows``: to any of its rows, without running one again."""
+    """A checkpoint before a pass of ``run_rows``, back to any of its rows without another pass."""
     cut = () if is_tree else APPENDED
     rules = {kind: rule if kind in cut else StepRollback for kind, rule in RULES.items()}
     return Checkpoint(caches, rules=rules)

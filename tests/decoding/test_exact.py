@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from architectures import ARCHITECTURES, PROMPT, build, may_part, model_file, recorded
+from architectures import ARCHITECTURES, PROMPT, build, model_file, recorded
 from grids import thorough
 from helpers import SCRIPTS, VOCAB, ScriptedDrafter
 from mlx_lm.generate import generate_step
