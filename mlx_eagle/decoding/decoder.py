@@ -356,13 +356,7 @@ class Decoder:
             tokens = self.root
             if len(draft) > 0:
                 tokens = mx.concatenate([tokens, draft.tokens])
-        # The checkpoint is not named in there: it would keep itself and all caches alive.
-        if self.is_exact and len(draft) > 0:
-            before_pass = checkpoint_of_rows(self.cache, is_tree=tree_mask is not None)
-        else:
-            before_pass = Checkpoint(
-                self.cache, lambda num_rows: self._rerun(tokens[:num_rows]), 1 + len(draft)
-            )
+        before_pass = self._checkpoint(tokens, is_tree=tree_mask is not None)
         with self._undone_on_failure(before_pass, before_draft), mx.stream(self.stream):
             # 2. Verify: one pass of the target over the root and the draft.
             logits, features = self._verify(tokens, draft, tree_mask, before_pass)
@@ -380,6 +374,14 @@ class Decoder:
                 mx.async_eval(self.drafter.pending())
         self._is_seeded = True
         return launched
+
+    def _checkpoint(self, tokens: mx.array, is_tree: bool) -> Checkpoint:
+        """The target's caches as they are now, before a pass over tokens (R,)."""
+        num_rows = tokens.shape[0]
+        if self.is_exact and num_rows > 1:
+            return checkpoint_of_rows(self.cache, is_tree)
+        # It is not named in there: it would keep itself and all caches alive.
+        return Checkpoint(self.cache, lambda kept: self._rerun(tokens[:kept]), num_rows)
 
     def _verifiable(self, shape: DraftShape) -> DraftShape:
         """Cut ``shape`` to what fits before caches are quantized, or attention's scale grows."""
