@@ -10,6 +10,7 @@ from serving import ENDLESS, NUM_CHARACTERS, ask_json, ours, parse, theirs
 
 from mlx_eagle.commands import generate as cli
 from mlx_eagle.decoding import generate_step
+from mlx_eagle.decoding.decoder import Decoder
 from mlx_eagle.decoding.setup import read_tree
 from mlx_eagle.drafters import pairs
 from mlx_eagle.server import __main__ as command
@@ -69,6 +70,24 @@ def test_a_request_says_how_to_draft(server, expected, asked_of_decoder, name):
         assert got.usage.drafted_tokens / chain.drafted_tokens > 1.2
 
 
+@pytest.mark.parametrize("flag", [False, True])
+def test_a_request_says_whether_it_is_exact(server, expected, flag, monkeypatch):
+    """What it does not say the flag of the server does."""
+    found = []
+    launch = Decoder.launch
+
+    def watch(decoder, *args, **options):
+        found.append(decoder.is_exact)
+        return launch(decoder, *args, **options)
+
+    monkeypatch.setattr(Decoder, "launch", watch)
+    monkeypatch.setattr(server.generator.cli_args, "exact", flag)
+    for wish, is_exact in [({}, flag), ({"exact": True}, True), ({"exact": False}, False)]:
+        found.clear()
+        assert server.complete(**TEXT, **wish).choices == expected
+        assert set(found) == {is_exact}
+
+
 @pytest.mark.exhaustive
 def test_rules_for_sampling(server, asked_of_decoder):
     """Coupled gives the text of the seed alone; the others draw in ways of their own."""
@@ -91,6 +110,7 @@ def test_rules_for_sampling(server, asked_of_decoder):
 
 REFUSED = {
     "word": ({"num_draft_tokens": "three"}, "num_draft_tokens is 'three': give a number or"),
+    "not yes": ({"exact": "yes"}, "exact is a string: give true or false"),
     "number": ({"tree": 4}, "tree is a number: give a string"),
     "no tree": ({"tree": "4x4"}, "give WIDTHxDEPTH:NODES"),
     "empty": ({"tree": ""}, "give WIDTHxDEPTH:NODES"),

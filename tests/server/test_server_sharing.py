@@ -181,21 +181,22 @@ def slowly(work):
 
 
 def test_rounds_are_shared_by_those_who_draft_alike(server):
-    """Others have rounds of their own, in turn; a tree is always by itself."""
-    wishes = [{}, {"num_draft_tokens": 1}, {"tree": "2x2:4"}, {"num_draft_tokens": 0}, {}]
+    """Others have rounds of their own, in turn; trees and exact rows are always by themselves."""
+    alone = [{"num_draft_tokens": 1}, {"tree": "2x2:4"}, {"num_draft_tokens": 0}, {"exact": True}]
+    wishes = [{}, *alone, {}]
     request = {"prompt": "Once upon a time", "max_tokens": 24, "logit_bias": ENDLESS}
     with server.complete(**LONG) as stream:
         next(stream)
-        with ThreadPoolExecutor(5) as pool:
+        with ThreadPoolExecutor(6) as pool:
             got = list(
                 pool.map(lambda w: server.complete(**request, **w, include_draft=True), wishes)
             )
         assert len(server.generator._open) == 1
     assert len({answer.choices[0].text for answer in got}) == 1
     lengths = [max(answer.draft["counts"]["draft_lengths"], default=0) for answer in got]
-    assert lengths == [3, 1, 2, 0, 3]
+    assert lengths == [3, 1, 2, 0, 3, 3]
     shared = [answer.draft["counts"]["batched_tokens"] for answer in got]
-    assert shared[1:4] == [0, 0, 0] and min(shared[0], shared[4]) > 12
+    assert shared[1:5] == [0, 0, 0, 0] and min(shared[0], shared[5]) > 12
 
 
 def test_caches_of_shared_rounds_are_used_again(server, monkeypatch):
