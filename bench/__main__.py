@@ -18,6 +18,7 @@ from mlx_eagle.decoding.setup import AUTO
 from mlx_eagle.demo.pair import load_demo
 from mlx_eagle.draft_models import find_drafter, known_pairs, open_beside, split_name
 from mlx_eagle.drafters.base import Drafter
+from mlx_eagle.system.atomic_folder import check_writable
 from mlx_eagle.system.device import prepare_device
 from mlx_eagle.system.exit_codes import USER_ERRORS, run_command
 from mlx_eagle.system.loading import context_size, load
@@ -36,6 +37,7 @@ from .flags import (
 from .measure import Measurement
 from .questions import Question, load_questions
 from .report import PLOTS, full_report, results
+from .report_file import read_report, report_of, write_report
 from .runner import Models
 from .serving import ServerMeasurement
 
@@ -48,10 +50,16 @@ DEMO_NAMES = {"model": "SmolLM2-135M-Instruct (demo)", "head": "demo head"}
 
 
 def run(args: argparse.Namespace) -> None:
-    """Check, load, measure, print, write."""
+    """Check, load, measure, print, write; or check a report file that is there."""
+    if args.check_report is not None:
+        report = read_report(Path(args.check_report).expanduser())
+        print(f"A report as it should be, with {len(report['runs'])} runs: {args.check_report}")
+        return
     settings = read_settings(args)
     if args.picture is not None:
         check_picture(args.picture)
+    if args.report is not None:
+        check_writable(Path(args.report).expanduser(), "--report")
     questions = load_questions(settings.prompts, settings.limit)
     check_questions(settings, questions)
     folder = prepare_folder(args.out)
@@ -75,6 +83,9 @@ def run(args: argparse.Namespace) -> None:
     print(f"Written to {folder}: report.md, results.json, results.csv{plots}")
     if args.picture is not None:
         print(f"Picture: {args.picture}")
+    if args.report is not None:
+        write_report(report_of(document, args.notes), Path(args.report).expanduser())
+        print(f"Report for measured/: {args.report}; please send it with the issue form.")
     if not has_plots:
         print(f"Without plots, which need matplotlib: {EXTRA}.")
     if args.json:

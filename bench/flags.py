@@ -36,6 +36,7 @@ from .questions import SETS, Question, by_set
 Value = TypeVar("Value")
 ORDERS = ("abba", "mirror", "weave")
 CLIENTS = "1,2,4,8"
+MOST_NOTES = 300  # characters, as report_file.schema.json has it
 ALL = "auto:all"  # every known drafter of the target
 NOT_SERVED = ("batch", "compare", "context", "exact", "picture", "with_lookup")
 """Flags that mean nothing with ``--serve``."""
@@ -117,6 +118,12 @@ def build_parser() -> argparse.ArgumentParser:
     add("--out", default="bench-results", metavar="DIR", help="Where results go (%(default)s).")
     words = "Also draw the speed per prompt set into this PNG or SVG file."
     add("--picture", metavar="FILE", help=words)
+    words = "Also write the figures as a small JSON file, to be sent in."
+    add("--report", metavar="FILE", help=words)
+    words = "What a reader of --report should know, such as other work on the machine."
+    add("--notes", default="", metavar="TEXT", help=words)
+    words = "Only check such a file, and measure nothing."
+    add("--check-report", metavar="FILE", help=words)
     add("--json", action="store_true", help="Print the results as JSON in the last line.")
     add("--baseline", choices=["mlx-lm"], default="mlx-lm", help="The plain decoding.")
     words = "Also run mlx-lm's own speculative decoding with this draft model."
@@ -207,6 +214,10 @@ def check_flags(args: argparse.Namespace, settings: Settings) -> None:
         raise ValueError(
             f"--compare is {args.compare[0]!r}: give mlx-lm-draft and an ordinary draft model."
         )
+    if args.notes and args.report is None:
+        raise ValueError("--notes goes into the file of --report: give that as well.")
+    if len(args.notes) > MOST_NOTES:
+        raise ValueError(f"--notes has {len(args.notes)} characters: give {MOST_NOTES} at most.")
     if not settings.clients:
         return
     if len(draft_names(args)) > 1 or ALL in draft_names(args):

@@ -196,6 +196,7 @@ def configuration_result(
         "drafter": configuration.drafter,
         "kind": configuration.kind,
         "num_draft_tokens": size,
+        "exact": bool(configuration.options.get("exact", False)),
         "overall": figures.pop("overall"),
         "sets": figures,
     }

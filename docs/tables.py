@@ -23,6 +23,7 @@ from mlx_eagle.drafters.quantize import Quantization, num_bytes, quantize_now
 from mlx_eagle.system.device import weight_bytes
 
 PACKAGE = Path(__file__).parents[1] / "mlx_eagle"
+MEASURED = Path(__file__).parents[1] / "measured"
 HUB = "https://huggingface.co"
 
 

@@ -7,6 +7,7 @@ tiny pair in place of the models that they name.
 import argparse
 import ast
 import importlib.util
+import json
 import re
 import shlex
 import sys
@@ -355,6 +356,14 @@ def test_tables_made_from_the_code_are_whole():
     for pair, line in zip(PAIRS, pairs.splitlines()[2:], strict=True):
         published = [text for figure in pair.figures for text in vars(figure).values()]
         assert all(text in line for text in published if text != "-")
+    reports = [json.loads(path.read_text()) for path in (ROOT / "measured").glob("*.json")]
+    measured = tables["measured"]().splitlines()
+    assert len(measured) == 2 + sum(len(report["runs"]) for report in reports) > 2
+    for report in reports:
+        for run in report["runs"]:
+            ratio = run["tps"] / run["plain_tps"]
+            (line,) = [li for li in measured if f"| {ratio:.2f}x | {run['tau']:.2f} |" in li]
+            assert report["notes"] in line and report["machine"]["chip"] in line
     files = tables["files"]()
     for package in (ROOT / "mlx_eagle").glob("*/__init__.py"):
         others = list(package.parent.glob("[!_]*.py"))
