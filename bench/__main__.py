@@ -25,6 +25,7 @@ from mlx_eagle.system.loading import context_size, load
 from mlx_eagle.system.progress import open_bar
 
 from . import conditions
+from .conditions import DEMO_NAMES
 from .flags import (
     ALL,
     Settings,
@@ -46,7 +47,6 @@ Document = Mapping[str, Any]
 PICTURES = (".png", ".svg")
 EXTRA = "pip install 'mlx-eagle[bench]'"
 NUM_LINES = 20  # lines of progress in all, if standard error is no terminal
-DEMO_NAMES = {"model": "SmolLM2-135M-Instruct (demo)", "head": "demo head"}
 
 
 def run(args: argparse.Namespace) -> None:

@@ -18,6 +18,8 @@ from mlx_eagle.system.device import blas_name, weight_bytes
 
 from .runner import Models
 
+DEMO_NAMES = {"model": "SmolLM2-135M-Instruct (demo)", "head": "demo head"}
+
 
 def machine() -> dict[str, Any]:
     """Chip, system, versions, and the BLAS that multiplies on a CPU."""

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..system.atomic_folder import check_writable
 from ..system.cli_values import add_version_flag, use_plain_words
 from ..system.exit_codes import run_command
 from .checks import check_all, expect
@@ -26,7 +27,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--model", help="A target, folder or hub repo: what to expect of it here.")
     add("--draft-model", help="Its draft model: a converted head, auto or lookup.")
     add("--json", action="store_true", help="Print what was found as one JSON document.")
-    test_help = "Try everything on this machine, in about five minutes, and write a report."
+    test_help = "Try everything on this machine, in at most five minutes, and write a report."
     add("--self-test", action="store_true", help=test_help)
     out_help = "Where the report of --self-test goes (%(default)s)."
     add("--out", metavar="FILE", default=REPORT, help=out_help)
@@ -37,13 +38,18 @@ def build_parser() -> argparse.ArgumentParser:
 def run_self_test(args: argparse.Namespace) -> bool:
     """Run the self-test and say where the report is; True if all is well."""
     file = Path(args.out).expanduser()
-    tried = sections()
+    figures = file.with_name(f"{file.stem}-measured.json")
+    check_writable(file, "--out")
+    figures.unlink(missing_ok=True)  # those of a run before
+    tried = sections(figures)
     failed = self_test(tried, file)
     if args.json:
         print(json.dumps(document(tried)))
     else:
         said = f"{len(failed)} parts failed." if failed else "All parts passed."
         print(f"{said} The report is {file}: paste it into an issue.")
+        if figures.exists():
+            print(f"What was measured is also in {figures}, for the table of machines.")
     return not failed
 
 

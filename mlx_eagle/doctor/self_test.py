@@ -1,7 +1,8 @@
-"""The self-test: attention, costs and parity tried part by part, and one report for an issue.
+"""The self-test: attention, speed and parity tried part by part, and one report for an issue.
 
 If a part fails, or if its kernel raises an error, that is a line of the report, and the rest goes
-on. The report names no path, no user and no host.
+on. Parts for which there is no time any more are left out, and named. The report names no path,
+no user and no host.
 """
 
 import os
@@ -10,6 +11,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -27,17 +29,20 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from .. import __version__
 from ..bench.batch_runs import run_batch
+from ..bench.conditions import DEMO_NAMES, machine
 from ..bench.configurations import PLAIN, Configuration, chain_of
-from ..bench.costs import Costs
 from ..bench.figures import joined, markdown_table
+from ..bench.flags import Settings
+from ..bench.measure import Measurement
 from ..bench.parity import compare, margin, next_logprobs, parity_words
-from ..bench.part_timing import Bench, Samples
+from ..bench.questions import load_questions, prompt_tokens
+from ..bench.report_file import SELF_TEST, report_of, write_report
 from ..bench.runner import Models, run_once
 from ..decoding.sampling import Sampling
-from ..demo.pair import load_demo
+from ..decoding.setup import AUTO
+from ..demo.pair import demo_target_path, load_demo
 from ..drafters.base import Drafter
 from ..drafters.tree import TreeShape
-from ..system.atomic_folder import check_writable
 from ..system.device import prepare_device
 from .checks import TF32, build, check_all
 from .packages import Finding
@@ -54,23 +59,41 @@ LEGEND = (
     "near-tie is no failure: two tokens are so close there that rounding decides between them."
 )
 
+# Seconds after the start by which a group of parts has to have begun its last one. All of it is to
+# end in five minutes on an M1 with 8 GB, so 20 are left for a part that is slower than any before.
+ATTENTION_UNTIL = 90.0
+SPEED_UNTIL = 140.0
+PARITY_UNTIL = {"float32": 190.0, "float16": 235.0, "bfloat16": 280.0}
+
 Line = tuple[str, ...]
 """A line of a table of the report; the last cell is ``FAILED`` if something is wrong."""
 
 
 @dataclass
 class Part:
-    """One trial: ``run`` returns its lines of the table, or raises the error that ends it."""
+    """One trial: ``run`` returns its lines of the table, or raises the error that ends it.
+
+    It is left out where it would not end within ``until`` seconds of the start, judged by the
+    longest part before it that has the same limit.
+    """
 
     name: str
     run: Callable[[], Sequence[Line]]
+    until: float = inf
     lines: Sequence[Line] = ()
     error: str = ""
     seconds: float = 0.0
+    is_left_out: bool = False
 
     @property
     def has_failed(self) -> bool:
         return bool(self.error) or any(line[-1] == FAILED for line in self.lines)
+
+    @property
+    def verdict(self) -> str:
+        if self.is_left_out:
+            return "left out, there is no time"
+        return f"{FAILED if self.has_failed else 'ok'} ({self.seconds:.1f} s)"
 
     def attempt(self) -> None:
         """Run the trial and keep its lines, or the error of a kernel."""
@@ -96,32 +119,39 @@ def all_parts(tried: Sequence[Section]) -> list[Part]:
     return [part for section in tried for part in section.parts]
 
 
-def sections() -> list[Section]:
-    """All sections, quick ones first."""
-    return [attention_section(), cost_section(), parity_section()]
+def sections(file: Path) -> list[Section]:
+    """All sections, quick ones first; ``file`` is where the figures of the benchmark go.
+
+    The demo target is fetched here, so that no part waits for the network.
+    """
+    with suppress(ValueError):  # the parts that need it will say why
+        demo_target_path()
+    return [attention_section(), speed_section(file), parity_section()]
 
 
 def self_test(tried: Sequence[Section], file: Path) -> list[str]:
     """Run all parts, with progress on standard error, and write the report to ``file``.
 
     The report is also written before each part: if one ends the whole process, it says which.
-    Returns the names of the parts that failed. Raises ValueError before anything is run if
-    ``file`` cannot be written.
+    Returns the names of the parts that failed.
     """
-    check_writable(file, "--out")
     prepare_device()
     # MLX reads it once, at the first product: float32 is to be compared as float32.
     os.environ.setdefault(TF32, "0")
     findings = check_all()
-    start = time.time()
+    start = time.perf_counter()
     parts = all_parts(tried)
+    longest: dict[float, float] = {}  # seconds of a part, by the limit of its group
     for number, part in enumerate(parts, 1):
-        file.write_text(report(findings, tried, time.time() - start, part.name))
-        part.attempt()
-        verdict = FAILED if part.has_failed else "ok"
-        line = f"[{number}/{len(parts)}] {part.name}: {verdict} ({part.seconds:.1f} s)"
+        took = time.perf_counter() - start
+        part.is_left_out = took + longest.get(part.until, 0.0) > part.until
+        if not part.is_left_out:
+            file.write_text(report(findings, tried, took, part.name))
+            part.attempt()
+            longest[part.until] = max(longest.get(part.until, 0.0), part.seconds)
+        line = f"[{number}/{len(parts)}] {part.name}: {part.verdict}"
         print(line, file=sys.stderr, flush=True)
-    file.write_text(report(findings, tried, time.time() - start))
+    file.write_text(report(findings, tried, time.perf_counter() - start))
     return [part.name for part in parts if part.has_failed]
 
 
@@ -134,7 +164,10 @@ def report(
     """The results in Markdown; ``running`` is the part that has not come back."""
     parts = all_parts(tried)
     failed = [part.name for part in parts if part.has_failed]
+    left_out = [part.name for part in parts if part.is_left_out]
     verdict = f"{len(failed)} of {len(parts)} parts failed" if failed else "all parts passed"
+    if left_out:
+        verdict += f", {len(left_out)} left out"
     if running:
         verdict = f'ended in the part "{running}"'
     shown = [finding for finding in findings if finding.name not in PRIVATE]
@@ -145,6 +178,7 @@ def report(
         f"{day}, {seconds:.0f} seconds, {TF32}={os.environ.get(TF32, 'unset')}",
         LEGEND,
         f"Failed: {'; '.join(failed)}" if failed else "",
+        f"Left out, as there was no time: {'; '.join(left_out)}" if left_out else "",
         markdown_table(("this machine", "what is there"), rows),
     ]
     for section in tried:
@@ -177,6 +211,7 @@ def document(tried: Sequence[Section]) -> dict[str, Any]:
             "section": section.title,
             "name": part.name,
             "ok": not part.has_failed,
+            "left_out": part.is_left_out,
             "seconds": round(part.seconds, 2),
             "lines": [list(line) for line in part.lines],
             "error": redact(part.error),
@@ -189,7 +224,7 @@ def document(tried: Sequence[Section]) -> dict[str, Any]:
 
 # --- attention: passes of several rows against the same rows one by one -------------------------
 
-HEAD_DIMS = (64, 80, 96, 128, 256)
+HEAD_DIMS = (128, 64, 256, 96, 80)  # those of most models first, should the time not do
 GROUPS = (4, 8)  # query heads per key head
 PREFIXES = (100, 1100)  # keys before the pass: from 1024 on, Metal's kernel works in two steps
 PASS_ROWS = (2, 3, 4, 5, 8, 9, 16)
@@ -217,7 +252,11 @@ def attention_section() -> Section:
         "Attention: several rows against one by one",
         ("head dimension", "type", "largest difference", "allowed", "at", "verdict"),
         [
-            Part(f"attention, head dimension {size}, {name}", partial(try_attention, size, name))
+            Part(
+                f"attention, head dimension {size}, {name}",
+                partial(try_attention, size, name),
+                ATTENTION_UNTIL,
+            )
             for size, name in product(HEAD_DIMS, DTYPES)
         ],
         "A tiny random model; differences are shares of its largest logit.",
@@ -275,36 +314,55 @@ def differences(model: nn.Module, prefix: int, dtype: mx.Dtype) -> list[tuple[in
     return found
 
 
-# --- costs: passes of the demo target by rows, and its head -------------------------------------
+# --- speed: the benchmark on the demo pair, with costs of passes by rows ------------------------
 
 CHAIN = 4  # draft tokens, also of the chains below
-ROWS = range(1, 9)
-DRAFTS = (1, 4)  # tokens
-CONTEXT = 128  # tokens
+SPEED_LENGTHS = (CHAIN, AUTO)
+SPEED_SET = "gsm8k"
+SPEED_PROMPTS = 2
+SPEED_TOKENS = (16, 64)  # of an answer, at least and at most: fewer cannot be timed
 SAMPLES = 5
 
 
-def cost_section() -> Section:
-    """Costs of passes of the demo target by rows, and of its head."""
+def speed_section(file: Path) -> Section:
+    """Costs of passes of the demo target by rows, of its head, and the speed of short texts."""
     return Section(
-        "Costs: the demo pair as the commands load it",
+        "Speed: the demo pair as the commands load it",
         ("what", "milliseconds", "of a plain step"),
-        [Part("costs", partial(measure_costs, SAMPLES))],
-        f"After {CONTEXT} tokens, the median of {SAMPLES} times.",
+        [Part("speed", partial(measure_speed, SAMPLES, file), SPEED_UNTIL)],
+        f"Medians of {SAMPLES} times or more, and texts of {SPEED_PROMPTS} prompts.",
     )
 
 
-def measure_costs(samples: int) -> list[Line]:
-    """Measure c(R) for R of 1 to 8, an accept pass, and one more draft token."""
-    model, _, drafter = load_demo()
-    context = [token % 1000 + 100 for token in range(CONTEXT)]
-    timed = Samples()
-    timed.measure(Bench(model, drafter, context), ROWS, (CHAIN,), DRAFTS, samples)
-    costs = Costs.of(timed)
-    lines = [(f"pass of {rows} rows, c({rows})", costs.verify[rows]) for rows in ROWS]
-    lines.append((f"accept pass of {CHAIN} rows", costs.accept[CHAIN]))
-    lines.append(("draft step of the head", costs.chain_step))
-    return [(what, f"{1e3 * s:.2f}", f"{s / costs.plain_step:.2f}") for what, s in lines]
+def measure_speed(samples: int, file: Path) -> list[Line]:
+    """Measure c(R) for R of 1 to 8, an accept pass, one more draft token, and short texts.
+
+    The same figures are written to ``file``, as ``mlx_eagle.bench --report`` does.
+    """
+    conditions = machine()
+    model, tokenizer, drafter = load_demo()
+    questions = load_questions((SPEED_SET,), SPEED_PROMPTS)
+    least, most = SPEED_TOKENS
+    affordable = num_tokens_within(SECONDS / 2, model, prompt_tokens(questions[0], tokenizer))
+    settings = Settings(
+        prompts=(SPEED_SET,), limit=SPEED_PROMPTS, max_tokens=min(max(affordable, least), most),
+        sizes=SPEED_LENGTHS, repeats=1, order="weave", samples=samples,
+    )  # fmt: skip
+    models = Models(model, tokenizer, {DEMO_NAMES["head"]: drafter})
+    found, _ = Measurement(models, DEMO_NAMES, questions, settings).run(lambda: None)
+    found["conditions"] |= conditions
+    write_report(report_of(found, by=SELF_TEST), file)
+    (scenario,) = found["scenarios"]
+    costs = scenario["drafters"][0]["costs"]
+    step = costs["plain_step_seconds"]
+    rows = costs["verify_seconds"].items()
+    timed = [(f"pass of {number} rows, c({number})", seconds) for number, seconds in rows]
+    timed.append((f"accept pass of {CHAIN} rows", costs["accept_seconds"][CHAIN]))
+    timed.append(("draft step of the head", costs["chain_step_seconds"]))
+    ways = [(way["label"], way["overall"]) for way in scenario["configurations"]]
+    timed.append(("token of a plain text", 1 / ways[0][1]["plain_tps"]))
+    timed += [(f"token of a text with {label}", 1 / way["tps"]) for label, way in ways]
+    return [(what, f"{1e3 * s:.2f}", f"{s / step:.2f}") for what, s in timed]
 
 
 # --- parity: the demo pair, drafted in every way, against plain mlx-lm --------------------------
@@ -320,7 +378,7 @@ TREE = TreeShape(4, 4, 15)
 SEED = 7  # of samples, at temperature 1
 LEAST_TOKENS = 4  # of an answer
 MOST_TOKENS = 96
-SECONDS = 8.0  # for one answer, plain and drafted: there are fifteen such pairs
+SECONDS = 6.0  # for one answer, plain and drafted: there are fifteen such pairs
 NEAR_TIES = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.5}
 """Margins up to which two tokens are so close that rounding may decide between them."""
 WAYS = {
@@ -416,7 +474,7 @@ def parity_section() -> Section:
         "Parity with mlx-lm: the demo pair",
         ("weights", "drafts", "tokens", "result", "verdict"),
         [
-            Part(f"parity, {name}, {way}", partial(run, name, way))
+            Part(f"parity, {name}, {way}", partial(run, name, way), PARITY_UNTIL[name])
             for name, way in product(NEAR_TIES, WAYS)
         ],
         f"Chains of {CHAIN} draft tokens, a tree {TREE}, samples at temperature 1, a batch of "

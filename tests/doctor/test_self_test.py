@@ -5,6 +5,7 @@ All of it on the demo pair takes minutes: that is one exhaustive test.
 
 import json
 import platform
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ from grids import thorough
 from helpers import byte_tokenizer, tiny_head, tiny_llama
 from mlx_lm.models import llama
 
+from mlx_eagle.bench.report_file import read_report
 from mlx_eagle.doctor import __main__ as program
 from mlx_eagle.doctor import self_test
 from mlx_eagle.doctor.self_test import Line, Part, Section
@@ -37,7 +39,7 @@ WAYS = self_test.WAYS
 
 
 def section(*parts: Part) -> Section:
-    fresh = [Part(part.name, part.run) for part in parts]
+    fresh = [Part(part.name, part.run, part.until) for part in parts]
     return Section("A section", ("what", "number", ""), fresh, "A remark.")
 
 
@@ -46,7 +48,7 @@ def run(monkeypatch, tmp_path, capsys):
     """The command on a few parts of ours: the exit code, the report and what was said."""
 
     def run(*parts: Part, flags: tuple[str, ...] = (), out: str = "report.md"):
-        monkeypatch.setattr(program, "sections", lambda: [section(*parts)])
+        monkeypatch.setattr(program, "sections", lambda file: [section(*parts)])
         monkeypatch.setenv(self_test.TF32, "0")
         code = 0
         file = tmp_path / out
@@ -87,6 +89,57 @@ def test_a_part_that_ends_the_process_is_named(run, monkeypatch, tmp_path):
         run(GOOD, Part("the end of it", raises(ZeroDivisionError())), BAD)
     report = (tmp_path / "report.md").read_text()
     assert 'self-test: ended in the part "the end of it"' in report and "| one |" in report
+
+
+class Clock:
+    """A clock that stands still but while a part ``takes`` its seconds."""
+
+    def __init__(self, monkeypatch):
+        self.now = 100.0
+        monkeypatch.setattr(self_test, "time", SimpleNamespace(perf_counter=lambda: self.now))
+
+    def takes(self, name: str, seconds: float, until: float = float("inf")) -> Part:
+        def run() -> list[Line]:
+            self.now += seconds
+            return [(name, f"{seconds}", "ok")]
+
+        return Part(name, run, until)
+
+
+def test_parts_without_time_are_left_out_and_named(run, monkeypatch):
+    """The second of a group does not begin where the longest so far would end too late."""
+    clock = Clock(monkeypatch)
+    slow = [clock.takes(f"slow {i}", 30.0, until=70.0) for i in range(4)]
+    code, report, said = run(*slow, clock.takes("later", 5.0, until=90.0), flags=("--json",))
+    assert code == 0 and clock.now == 165.0
+    assert "self-test: all parts passed, 2 left out" in report and "65 seconds" in report
+    assert "Left out, as there was no time: slow 2; slow 3" in report
+    assert "| slow 1 |" in report and "| slow 2 |" not in report and "| later |" in report
+    assert "[3/5] slow 2: left out" in said.err
+    parts = json.loads(said.out)["parts"]
+    assert [part["left_out"] for part in parts] == [False, False, True, True, False]
+
+
+def test_a_group_that_took_too_long_leaves_time_for_the_next(run, monkeypatch):
+    clock = Clock(monkeypatch)
+    slow = [clock.takes("first", 80.0, until=70.0), clock.takes("second", 1.0, until=70.0)]
+    _, report, _ = run(*slow, clock.takes("other", 9.0, until=95.0))
+    assert "1 left out" in report and "time: second" in report and "| other |" in report
+
+
+@pytest.mark.parametrize("pace", [0.5, 9.0, 14.0, 19.0])
+def test_the_whole_ends_within_five_minutes(pace, monkeypatch, tmp_path):
+    """However slow a machine is, all groups have their turn as long as a part takes 19 seconds."""
+    clock = Clock(monkeypatch)
+    tried = self_test.sections(tmp_path / "figures.json")
+    for part in self_test.all_parts(tried):
+        part.run = clock.takes(part.name, pace).run
+    assert self_test.self_test(tried, tmp_path / "report.md") == []
+    assert clock.now - 100.0 <= 300.0
+    done = [part.name for part in self_test.all_parts(tried) if not part.is_left_out]
+    assert (len(done) == 31) == (pace < 2)
+    for name in ("attention, head dimension 128", "speed", *self_test.PARITY_UNTIL):
+        assert any(name in part for part in done)
 
 
 def test_json(run):
@@ -223,12 +276,28 @@ def test_answers_are_as_long_as_there_is_time_for(monkeypatch, pace, num_tokens)
     assert self_test.num_tokens_within(8.0, tiny_llama(), [1, 2, 3]) == num_tokens
 
 
-def test_costs(monkeypatch):
+def test_speed_is_a_table_and_a_report_file(monkeypatch, tmp_path):
     model = tiny_llama(vocab_size=2000)
-    monkeypatch.setattr(self_test, "load_demo", lambda: (model, None, tiny_head(model)))
-    lines = self_test.measure_costs(1)
+    pair = (model, byte_tokenizer(), tiny_head(model))
+    monkeypatch.setattr(self_test, "load_demo", lambda: pair)
+    monkeypatch.setattr(self_test, "SPEED_TOKENS", (6, 6))
+    monkeypatch.setattr(self_test, "SPEED_PROMPTS", 1)
+    file = tmp_path / "figures.json"
+    lines = self_test.measure_speed(1, file)
     assert [line[0] for line in lines[:8]] == [f"pass of {r} rows, c({r})" for r in range(1, 9)]
-    assert lines[0][2] == "1.00" and lines[-1][0] == "draft step of the head"
+    assert lines[0][2] == "1.00" and lines[9][0] == "draft step of the head"
+    found = read_report(file)
+    assert found["by"] == "mlx_eagle.doctor --self-test" and found["machine"]["cores"] >= 1
+    assert [run["drafts"] for run in found["runs"]] == ["k=4", "auto"]
+    for line, run in zip(lines[-2:], found["runs"], strict=True):
+        assert run["identical"] == run["texts"] == 1
+        assert float(line[1]) == pytest.approx(1e3 / run["tps"], abs=0.02)
+
+
+def test_figures_of_an_earlier_run_are_not_taken_for_new_ones(run, tmp_path):
+    (tmp_path / "report-measured.json").write_text("{}")
+    _, _, said = run(GOOD)
+    assert not (tmp_path / "report-measured.json").exists() and "measured" not in said.out
 
 
 @pytest.mark.exhaustive
@@ -238,8 +307,10 @@ def test_all_of_it(tmp_path, capsys, monkeypatch):
     program.main(["--self-test", "--out", str(tmp_path / "report.md")])
     report = (tmp_path / "report.md").read_text()
     assert "all parts passed" in report and "c(8)" in report
+    assert read_report(tmp_path / "report-measured.json")["runs"]
+    left_out = " ".join(re.findall("Left out.*", report))
     for name in self_test.NEAR_TIES:
         for way in WAYS:
-            assert f"| {name} | {way} |" in report
+            assert f"| {name} | {way} |" in report or f"parity, {name}, {way}" in left_out
     for size in self_test.HEAD_DIMS:
-        assert f"| {size} | float16 |" in report
+        assert f"| {size} | float16 |" in report or f"dimension {size}, float16" in left_out
