@@ -4,6 +4,7 @@ A page has ``<!-- table: NAME -->`` where one belongs; ``hooks.py`` puts it ther
 """
 
 import ast
+import importlib.util
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -24,6 +25,7 @@ from mlx_eagle.system.device import weight_bytes
 
 PACKAGE = Path(__file__).parents[1] / "mlx_eagle"
 MEASURED = Path(__file__).parents[1] / "measured"
+CONFIGS = Path(__file__).parents[1] / "tests" / "support" / "true_configs.py"
 HUB = "https://huggingface.co"
 
 

@@ -364,6 +364,10 @@ def test_tables_made_from_the_code_are_whole():
             ratio = run["tps"] / run["plain_tps"]
             (line,) = [li for li in measured if f"| {ratio:.2f}x | {run['tau']:.2f} |" in li]
             assert report["notes"] in line and report["machine"]["chip"] in line
+    contexts = tables["context"]()
+    assert "| Llama-3.1-8B | 4.5 | 1.1 | 4.3 |" in contexts  # 131072 bytes per token
+    assert "| vicuna-13b-v1.3 | 7.3 | 6.7 |" in contexts  # 819200
+    assert "| M4, also Pro and Max | 1.4 to 1.9x |" in tables["speedup"]()
     files = tables["files"]()
     for package in (ROOT / "mlx_eagle").glob("*/__init__.py"):
         others = list(package.parent.glob("[!_]*.py"))

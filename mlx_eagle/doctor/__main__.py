@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..system.atomic_folder import check_writable
-from ..system.cli_values import add_version_flag, use_plain_words
+from ..system.cli_values import LARGEST, Range, add_version_flag, check_ranges, use_plain_words
 from ..system.exit_codes import run_command
 from .checks import check_all, expect
 from .packages import is_well, say
 from .self_test import document, sections, self_test
 
 REPORT = "mlx-eagle-self-test.md"
+RANGES = (Range("context", 1, LARGEST, "1 or more"),)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -26,6 +27,8 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", help="A target, folder or hub repo: what to expect of it here.")
     add("--draft-model", help="Its draft model: a converted head, auto or lookup.")
+    context_help = "Whether a text of so many tokens fits, with --model."
+    add("--context", type=int, metavar="TOKENS", help=context_help)
     add("--json", action="store_true", help="Print what was found as one JSON document.")
     test_help = "Try everything on this machine, in at most five minutes, and write a report."
     add("--self-test", action="store_true", help=test_help)
@@ -59,9 +62,13 @@ def run(args: argparse.Namespace) -> bool:
         return run_self_test(args)
     if args.draft_model is not None and args.model is None:
         raise ValueError("--draft-model needs --model: name the target it drafts for.")
+    if args.context is not None:
+        if args.model is None:
+            raise ValueError("--context needs --model: name the target that is to hold the text.")
+        check_ranges(args, RANGES)
     findings = check_all()
     if args.model is not None:
-        findings += expect(args.model, args.draft_model)
+        findings += expect(args.model, args.draft_model, args.context)
     say(findings, args.json)
     return is_well(findings)
 

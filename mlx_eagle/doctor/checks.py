@@ -30,6 +30,8 @@ from ..system.device import (
     CUDNN,
     EMULATES_BFLOAT16,
     LENGTHS,
+    NO_TENSOR_CORES,
+    PACKED_FLOAT32,
     Machine,
     blas_name,
     blas_note,
@@ -40,9 +42,11 @@ from ..system.device import (
     weight_bytes,
 )
 from ..system.hub import INSIDE, REPO_ID, locate
-from ..system.loading import check_target, read_json
+from ..system.loading import check_target, context_size, read_json
+from ..target.cache_size import cache_bytes
 from ..target.rollback import check_supported
 from .packages import Finding, check_packages, read_sysctl
+from .speedup import speedup_words
 
 GB = 1e9
 FILES = ("config.json", "*.index.json")  # of a target, all that ``expect`` needs
@@ -157,10 +161,11 @@ def check_all() -> list[Finding]:
     ]
 
 
-def expect(model: str, draft_model: str | None) -> list[Finding]:
+def expect(model: str, draft_model: str | None, context: int | None = None) -> list[Finding]:
     """Findings about a target and its draft model, named as for ``--model`` and the like.
 
-    If one of them cannot be found or built, that is a finding too; nothing is raised.
+    With ``context``, in tokens, also about the memory of such a text. If one of them cannot be
+    found or built, that is a finding too; nothing is raised.
     """
     try:
         folder = locate(model, FILES)
@@ -185,7 +190,11 @@ def build(config: dict[str, Any]) -> nn.Module:
         text = config | (config.get("text_config") or {})
         if text.get("tie_word_embeddings", str(text.get("model_type")).startswith("gemma")):
             for module in model.modules():
-                module.pop("lm_head", None)  # Gemma drops it only when weights are loaded
+                # Gemma drops it, and says that it did, only when weights are loaded.
+                if module.pop("lm_head", None) is not None and "tie_word_embeddings" in vars(
+                    module
+                ):
+                    module.tie_word_embeddings = True
         model.set_dtype(mx.bfloat16)
         pack(model, config.get("quantization"))
     except NOT_LOADED as err:
@@ -226,6 +235,42 @@ def check_size(name: str, config: dict[str, Any], model: nn.Module) -> Finding:
     return Finding("model", text)
 
 
+def check_context(model: nn.Module, draft_model: str | None, context: int) -> Finding:
+    """Whether the target, its draft model and the caches of a text fit into the memory."""
+    weights = weight_bytes(model)
+    caches = cache_bytes(model, context)
+    _, usable = memory(this_machine())
+    draft = draft_bytes(model, draft_model, context)
+    total = weights + caches + draft
+    text = (
+        f"{context} tokens: target {weights / GB:.1f} GB, caches {caches / GB:.1f} GB, draft "
+        f"model about {draft / GB:.1f} GB, together {total / GB:.1f} of {usable / GB:.1f} GB; a "
+        "long prompt needs some more while it is read"
+    )
+    limit = context_size(model)
+    if total > usable:
+        return Finding("context", text, "problem", "take a shorter text or a smaller target")
+    if limit is not None and context > limit:
+        return Finding("context", text, "note", f"the target was made for {limit} tokens at most")
+    return Finding("context", text)
+
+
+def draft_bytes(model: nn.Module, name: str | None, context: int) -> float:
+    """Bytes of a draft model, by its file if there is one, and of its cache.
+
+    A head that is not here is taken to be as large as most are in 4 bits, with one layer like
+    the target's.
+    """
+    head = None if name is None else split_name(name)[0]
+    if name == LOOKUP:
+        return 0.0
+    cache = cache_bytes(model, context) / len(make_prompt_cache(model))
+    file = Path(str(head)).expanduser() / "model.safetensors"
+    if file.is_file():
+        return file.stat().st_size + cache
+    return (HEAD_SHARE - 1) * weight_bytes(model) + cache
+
+
 def check_caches(model: nn.Module) -> Finding:
     """Whether rejected drafts can be removed from the target's caches."""
     caches = make_prompt_cache(model)
@@ -248,6 +293,12 @@ def check_passes(machine: Machine, model: nn.Module) -> list[Finding]:
     else:
         text = pass_words(machine, weights)
     found = [Finding("passes", text)]
+    if machine.products is not None:
+        text = (
+            f"{speedup_words(machine, weights)} with a head, for tau of 2 to 3 at k = 3: computed "
+        )
+        text += "from the costs of passes, not measured"
+        found.append(Finding("speedup", text))
     if weights.experts is not None:
         found.append(Finding("experts", EXPECTED))
     if machine.backend == "metal":
@@ -279,6 +330,8 @@ def check_precision(machine: Machine, config: dict[str, Any]) -> list[Finding]:
     """Another type for a target whose activations have one that the GPU emulates."""
     text = config | (config.get("text_config") or {})
     dtype = text.get("torch_dtype") or text.get("dtype")
+    if dtype == "float32" and config.get("quantization") and machine.backend == "cuda":
+        return [Finding("precision", PACKED_FLOAT32, "note", NO_TENSOR_CORES)]
     if dtype != "bfloat16" or machine.generation not in EMULATES_BFLOAT16:
         return []
     found = f"activations in bfloat16, which an {machine.generation} emulates"

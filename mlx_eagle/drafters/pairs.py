@@ -33,6 +33,7 @@ BYTES_PER_WEIGHT = 4.5 / 8  # in 4 bits, each group of 64 with a scale and a bia
 HEAD_SHARE = 1.06
 """Target and head in 4 bits, by only the target: 5% in Llama-3.1-8B, more in small ones."""
 CACHE_BYTES = 1e9  # of 8k tokens in Llama-3.1-8B
+FULL_CACHES = {"vicuna-13b-v1.3": 6.6e9}  # bytes, where every query head has keys of its own
 
 
 @dataclass(frozen=True)
@@ -425,7 +426,8 @@ def bytes_in_4_bits(target: str) -> float | None:
     billions = SPARSE.get(name) or (float(found[1]) if found else None)
     if billions is None:
         return None
-    return billions * 1e9 * BYTES_PER_WEIGHT * HEAD_SHARE + CACHE_BYTES
+    cache = FULL_CACHES.get(name, CACHE_BYTES)
+    return billions * 1e9 * BYTES_PER_WEIGHT * HEAD_SHARE + cache
 
 
 def targets_within(limit: float) -> tuple[list[str], list[str]]:

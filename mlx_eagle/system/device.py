@@ -410,6 +410,12 @@ TOO_LARGE = (
     "{whose} would take {after} of {total}: they stay as they are, {before}."
 )
 
+PACKED_FLOAT32 = "packed weights with activations in float32"
+NO_TENSOR_CORES = (
+    "on CUDA such products use no tensor cores, so a pass of several rows costs far more: take "
+    "--dtype bfloat16 or float16 where speed counts"
+)
+
 
 def set_precision(model: nn.Module, dtype: str | None = None, whose: str = TARGET) -> nn.Module:
     """Set the type of a loaded model's floats to ``dtype``; packed weights stay packed.
@@ -433,6 +439,9 @@ def set_precision(model: nn.Module, dtype: str | None = None, whose: str = TARGE
             print(FLOAT32.format(whose=whose, **size) + choice, file=sys.stderr)
         # Before the cast: a packed weight is what its scales say in their own type.
         model = dequantize_model(model)
+    is_packed = any("scales" in module for module in model.modules())
+    if dtype == "float32" and is_packed and this_machine().backend == "cuda":
+        print(f"Note: {PACKED_FLOAT32}: {NO_TENSOR_CORES}.", file=sys.stderr)
     model.set_dtype(getattr(mx, dtype or "float32"))
     mx.eval(model.parameters())  # another thread could not compute them
     return model

@@ -6,14 +6,17 @@ import sys
 from pathlib import Path
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from checkpoints import CONFIG, as_midlayer, eagle3_tensors, write_safetensors
 from helpers import byte_tokenizer, tiny_llama
 from true_configs import GEMMA3_12B, GEMMA4_31B, GPT_OSS_20B, LLAMA_8B, QWEN3_30B_A3B, QWEN35_27B
 
 from mlx_eagle.convert import convert
+from mlx_eagle.decoding.pass_costs import TargetWeights
 from mlx_eagle.doctor import __main__ as program
 from mlx_eagle.doctor import checks, packages
+from mlx_eagle.doctor.speedup import expected_speedup
 from mlx_eagle.drafters.pairs import PAIRS, bytes_in_4_bits, targets_within
 from mlx_eagle.system.device import Machine, machine_of
 
@@ -201,6 +204,77 @@ def test_float16_is_proposed_where_bfloat16_is_emulated(
         if "precision" in found:
             said = found["precision"].remedy
             assert "--dtype float16" in said and "plain" in said and "rounds" in said
+
+
+@pytest.mark.parametrize(
+    "architecture, low, high", [("g16s", 1.4, 1.9), ("g14s", 1.0, 1.0), ("g17s", 1.5, 2.1)]
+)
+def test_the_speedup_to_expect(tmp_path, monkeypatch, architecture, low, high):
+    """tau / (c(k + 1) + k d), made again by the definition of tau, at the best k."""
+    machine = machine_of({"architecture": f"applegpu_{architecture}"}, "metal")
+    monkeypatch.setattr(checks, "this_machine", lambda: machine)
+    monkeypatch.setattr(checks, "memory", lambda machine: (24e9, 17e9))
+    target = write_config(tmp_path / "target", LLAMA_8B)
+    text = found_by_name(target)["speedup"].text
+    said = f"{low:.1f} to {high:.1f}x" if high > low else f"{low:.1f}x"
+    assert text.startswith(said) and "computed" in text and "not measured" in text
+    weights = TargetWeights(1, "4 bits", None)
+    for tau, speedup in zip((2, 3), expected_speedup(machine, weights), strict=True):
+        roots = np.roots([1, 1, 1, 1 - tau])
+        (accepted,) = (root.real for root in roots if abs(root.imag) < 1e-9 and root.real > 0)
+        gains = [1.0]
+        for k in range(1, 8):
+            emitted = (1 - accepted ** (k + 1)) / (1 - accepted)
+            gains.append(emitted / (product_cost(machine, k + 1, "4 bits") + 0.06 * k))
+        assert speedup == pytest.approx(max(gains), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "context, usable, level, draft_model",
+    [
+        (32768, 10.7e9, "ok", "auto"),
+        (32768, 9.0e9, "problem", "auto"),
+        (32768, 9.0e9, "ok", "lookup"),
+        (131073, 60e9, "note", None),
+    ],
+)
+def test_a_long_text(tmp_path, monkeypatch, context, usable, level, draft_model):
+    """8B in 4 bits: 4.52 GB of weights, 4.29 of caches at 32k, and a head's."""
+    monkeypatch.setattr(checks, "memory", lambda machine: (16e9, usable))
+    config = LLAMA_8B | {"max_position_embeddings": 131072}
+    target = write_config(tmp_path / "Meta-Llama-3.1-8B-Instruct-4bit", config)
+    findings = checks.expect(target, draft_model, context)
+    (found,) = [finding for finding in findings if finding.name == "context"]
+    assert found.level == level
+    if context == 32768:
+        head = 0.0 if draft_model == "lookup" else 0.4
+        together = 4.5 + 4.3 + head
+        assert f"target 4.5 GB, caches 4.3 GB, draft model about {head:.1f} GB" in found.text
+        assert f"together {together:.1f} of {usable / 1e9:.1f} GB" in found.text
+
+
+def test_a_draft_model_on_disk_counts_as_it_is(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"x" * 1000)
+    model = checks.build(LLAMA_8B)
+    one_layer = 8 * 128 * 4
+    assert checks.draft_bytes(model, str(tmp_path), 500) == 1000 + 500 * one_layer
+
+
+@pytest.mark.parametrize("flags", [["--context", "9"], ["--model", "x", "--context", "0"]])
+def test_a_context_that_means_nothing(capsys, flags):
+    code, said = doctor(capsys, *flags)
+    assert code == 2 and "--context" in said and said.count("\n") == 1
+
+
+def test_float32_beside_packed_weights_is_told_of_on_cuda(tmp_path, monkeypatch):
+    monkeypatch.setattr(checks, "memory", lambda machine: (24e9, 17e9))
+    target = write_config(tmp_path / "target", LLAMA_8B | {"torch_dtype": "float32"})
+    for backend, architecture, is_said in (("cuda", "sm_90", True), ("metal", "g16s", False)):
+        machine = machine_of({"architecture": architecture}, backend)
+        monkeypatch.setattr(checks, "this_machine", lambda machine=machine: machine)
+        found = found_by_name(target)
+        assert ("precision" in found) == is_said
+    assert is_said or "tensor cores" not in str(found)
 
 
 def test_weights_that_are_not_packed_have_a_source(tmp_path, monkeypatch):

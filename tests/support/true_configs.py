@@ -20,6 +20,19 @@ LLAMA_8B = {
     "tie_word_embeddings": False,
     "quantization": FOUR_BITS,
 }
+VICUNA_13B = {
+    "model_type": "llama",
+    "hidden_size": 5120,
+    "num_hidden_layers": 40,
+    "intermediate_size": 13824,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 40,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 32000,
+    "tie_word_embeddings": False,
+    "quantization": FOUR_BITS,
+}
 QWEN3_8B = {
     "model_type": "qwen3",
     "hidden_size": 4096,

@@ -59,8 +59,12 @@ def test_on_a_gpu_it_stays_as_it_is(packed, device, capsys):
 
 
 @pytest.mark.parametrize("kind", [CPU, GPU])
-def test_who_chooses_a_type_gets_it_and_keeps_packed_weights(packed, device, capsys, kind):
+def test_who_chooses_a_type_gets_it_and_keeps_packed_weights(
+    packed, device, capsys, kind, monkeypatch
+):
     device(kind)
+    mac = devices.machine_of({"architecture": "applegpu_g16s"}, "metal")
+    monkeypatch.setattr(devices, "this_machine", lambda: mac)
     assert dtypes(set_precision(packed, "float32")) == {mx.uint32, mx.float32}
     assert dtypes(set_precision(packed, "bfloat16")) == {mx.uint32, mx.bfloat16}
     assert capsys.readouterr().err == ""
@@ -78,3 +82,19 @@ def test_float32_that_is_there_already_is_not_too_large(device, capsys, monkeypa
     monkeypatch.setattr(devices, "ram", lambda: 1000)
     set_precision(tiny_llama())
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("backend, dtype, lines", [
+    ("cuda", "float32", 1), ("cuda", "bfloat16", 0), ("metal", "float32", 0),
+])  # fmt: skip
+def test_packed_weights_in_float32_are_told_of_on_cuda(
+    packed, device, capsys, monkeypatch, backend, dtype, lines
+):
+    device(GPU)
+    machine = devices.machine_of({"architecture": "sm_90"}, backend)
+    monkeypatch.setattr(devices, "this_machine", lambda: machine)
+    set_precision(packed, dtype)
+    said = capsys.readouterr().err
+    assert said.count("\n") == lines and ("tensor cores" in said) == bool(lines)
+    set_precision(tiny_llama(), "float32")
+    assert capsys.readouterr().err == "", "dense weights have their own kernels"

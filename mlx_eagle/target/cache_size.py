@@ -1,0 +1,67 @@
+"""Size of a target's caches by the length of a text, from passes that are never computed."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
+
+LIMITS = ("max_size", "chunk_size")  # names in mlx-lm's caches of the most tokens one keeps
+SHORT = (1, 2)
+LONG = (256, 512)  # tokens; recurrent layers would take seconds to be unrolled over them
+
+
+def cache_bytes(model: nn.Module, num_tokens: int) -> int:
+    """Bytes of mlx-lm's caches after a text of ``num_tokens``.
+
+    Layers x key heads x head dimension, for keys and values; at most a window where the layer has
+    one. Recurrent states have one size, and what else grows does so as it does from 256 to 512
+    tokens. The model needs no weights: MLX knows shapes and types of what it has not computed.
+    """
+    pairs = _pairs(model, SHORT)
+    lengths = SHORT
+    if any(not _has_keys(one) and _held(one) != _held(two) for one, two in pairs):
+        pairs = _pairs(model, LONG)
+        lengths = LONG
+    return sum(_size(one, two, lengths, num_tokens) for one, two in pairs)
+
+
+def _pairs(model: nn.Module, lengths: tuple[int, int]) -> list[tuple[Any, Any]]:
+    """Each single cache of a model after texts of both lengths."""
+    one, two = (_filled(model, length) for length in lengths)
+    return list(zip(one, two, strict=True))
+
+
+def _filled(model: nn.Module, num_tokens: int) -> list[Any]:
+    caches = make_prompt_cache(model)
+    model(mx.zeros((1, num_tokens), mx.int32), cache=caches)
+    return list(_single(caches))
+
+
+def _single(caches: Any) -> Iterator[Any]:
+    """The caches, and those inside caches of several."""
+    for cache in caches:
+        inner = getattr(cache, "caches", None)
+        yield from [cache] if inner is None else _single(inner)
+
+
+def _has_keys(cache: Any) -> bool:
+    return getattr(cache, "keys", None) is not None
+
+
+def _size(one: Any, two: Any, lengths: tuple[int, int], num_tokens: int) -> int:
+    """Bytes of one cache, which is filled to both lengths."""
+    if _has_keys(one):
+        limits = [limit for name in LIMITS if (limit := getattr(one, name, None)) is not None]
+        return _held(one) // one.keys.shape[2] * min([num_tokens, *limits])
+    short, long = lengths
+    return _held(one) + (_held(two) - _held(one)) * (num_tokens - short) // (long - short)
+
+
+def _held(cache: Any) -> int:
+    """Bytes of a cache as it is, with the room that keys and values have to grow."""
+    arrays = [cache.keys, cache.values] if _has_keys(cache) else cache.state
+    held = tree_flatten(arrays)
+    return sum(array.nbytes for _, array in held if isinstance(array, mx.array))
