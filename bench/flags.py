@@ -38,7 +38,7 @@ ORDERS = ("abba", "mirror", "weave")
 CLIENTS = "1,2,4,8"
 MOST_NOTES = 300  # characters, as report_file.schema.json has it
 ALL = "auto:all"  # every known drafter of the target
-NOT_SERVED = ("batch", "compare", "context", "exact", "picture", "with_lookup")
+NOT_SERVED = ("batch", "compare", "context", "exact", "picture", "report", "with_lookup")
 """Flags that mean nothing with ``--serve``."""
 RANGES = (
     DRAFT_WINDOW,

@@ -8,20 +8,26 @@ import importlib.util
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import glm4_moe_lite, qwen3_5
 
+from mlx_eagle.bench.report_file import read_report
 from mlx_eagle.decoding.pass_costs import TargetWeights
+from mlx_eagle.doctor.checks import build
+from mlx_eagle.doctor.checks import draft_bytes as bytes_of_draft
+from mlx_eagle.doctor.speedup import speedup_words
 from mlx_eagle.drafters.assistant import Assistant, AssistantConfig
 from mlx_eagle.drafters.block_config import BlockConfig
 from mlx_eagle.drafters.dflash import DFlashHead
 from mlx_eagle.drafters.mtp import outline
 from mlx_eagle.drafters.pairs import PAIRS, targets_within
 from mlx_eagle.drafters.quantize import Quantization, num_bytes, quantize_now
-from mlx_eagle.system.device import weight_bytes
+from mlx_eagle.system.device import machine_of, weight_bytes
+from mlx_eagle.target.cache_size import cache_bytes
 
 PACKAGE = Path(__file__).parents[1] / "mlx_eagle"
 MEASURED = Path(__file__).parents[1] / "measured"
@@ -189,6 +195,105 @@ def draft_table() -> str:
     return markdown_table(header, rows)
 
 
+LONG = {
+    "Llama-3.1-8B": "LLAMA_8B",
+    "Qwen3-8B": "QWEN3_8B",
+    "gemma-3-12b": "GEMMA3_12B",
+    "vicuna-13b-v1.3": "VICUNA_13B",
+    "gpt-oss-20b": "GPT_OSS_20B",
+    "Qwen3.5-27B": "QWEN35_27B",
+    "Qwen3-30B-A3B": "QWEN3_30B_A3B",
+    "gemma-4-31B": "GEMMA4_31B",
+}
+"""Targets of the table of long texts, with the name of their configuration."""
+CONTEXTS = (8192, 32768, 131072)
+
+
+def true_configs() -> ModuleType:
+    """Configurations of published targets, which the tests use, too."""
+    spec = importlib.util.spec_from_file_location("true_configs", CONFIGS)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def context_table() -> str:
+    """Caches of long texts, and all that a pair takes with them, in GB."""
+    configs = vars(true_configs())
+    rows = []
+    for name, config in LONG.items():
+        model = build(configs[config])
+        caches = [cache_bytes(model, context) for context in CONTEXTS]
+        weights = weight_bytes(model)
+        all_of = [
+            weights + cache + bytes_of_draft(model, None, context)
+            for cache, context in zip(caches, CONTEXTS, strict=True)
+        ]
+        sizes = [weights, *caches, *all_of]
+        rows.append([name, *(f"{size / 1e9:.1f}" for size in sizes)])
+    lengths = [f"{context // 1024}k" for context in CONTEXTS]
+    header = ["target, 4 bits", "weights", *(f"caches, {length}" for length in lengths)]
+    return markdown_table([*header, *(f"pair, {length}" for length in lengths)], rows)
+
+
+CHIPS = {
+    "M1 and M2, also Pro, Max, Ultra": ("metal", "applegpu_g14s"),
+    "M3, also Pro and Max": ("metal", "applegpu_g15s"),
+    "M4, also Pro and Max": ("metal", "applegpu_g16s"),
+    "M5, also Pro and Max": ("metal", "applegpu_g17s"),
+    "Ultra from M3 on": ("metal", "applegpu_g15d"),
+    "NVIDIA Ampere, Ada, Blackwell": ("cuda", "sm_89"),
+    "NVIDIA Hopper": ("cuda", "sm_90"),
+}
+"""Rows of the table of speedups: one chip of each kind, in MLX's names."""
+PRECISIONS = {"4 bits": "4 bits", "8 bits": "8 bits", "mxfp4": "mxfp4", "16 bits": None}
+
+
+def speedup_table() -> str:
+    """The computed speedup of a head by chip and precision of a dense target."""
+    rows = []
+    for chip, (backend, architecture) in CHIPS.items():
+        machine = machine_of({"architecture": architecture}, backend)
+        kinds = [TargetWeights(1, packing, None) for packing in PRECISIONS.values()]
+        sources = [machine.products.source, machine.products.dense_source or "a guess"]
+        rows.append([chip, *(speedup_words(machine, kind) for kind in kinds), *sources])
+    return markdown_table(["chip", *PRECISIONS, "source, packed", "source, 16 bits"], rows)
+
+
+SHOWN_ROWS = ("2", "4", "8")  # of a pass, whose costs the table shows
+
+
+def measured_table() -> str:
+    """A row for every run of every report in measured/; a damaged one raises ValueError."""
+    rows = []
+    for path in sorted(MEASURED.glob("*.json")):
+        report = read_report(path)
+        chip = report["machine"]
+        place = f"{chip['chip']} ({chip['backend']}), {chip['memory_gb']:.0f} GB, {chip['os']}"
+        drafters = {drafter["name"]: drafter for drafter in report["drafters"]}
+        for run in report["runs"]:
+            drafter = drafters[run["drafter"]]
+            kept = run["temperature"], run["context"]
+            drafts = f"{run['drafts']}, temperature {kept[0]:g}" if kept[0] else run["drafts"]
+            drafts += f", {kept[1]} tokens of context" if kept[1] else ""
+            target = f"{report['target']['name']}, {report['target']['precision']}"
+            rows.append([
+                f"{place}; mlx {report['versions']['mlx']}, {report['date']}",
+                f"{target}; {run['drafter']}, {drafter['precision']}",
+                f"{drafts}, exact" if run["exact"] else drafts,
+                f"{run['plain_tps']:.1f}",
+                f"{run['tps']:.1f}",
+                f"{run['tps'] / run['plain_tps']:.2f}x",
+                f"{run['tau']:.2f}",
+                ", ".join(f"{drafter['c'][n]:.2f}" for n in SHOWN_ROWS if n in drafter["c"]),
+                f"{run['identical']} of {run['texts']}",
+                f"{run['prompts']}. {report['notes']}",
+            ])  # fmt: skip
+    header = ["machine", "target; drafter", "drafts", "plain tok/s", "drafted tok/s", "ratio"]
+    header += ["tau", "c(2), c(4), c(8)", "identical", "prompts; notes"]
+    return markdown_table(header, rows)
+
+
 def file_tables() -> str:
     """The files of every folder of the package, with the first line of their docstrings."""
     parts = []
@@ -216,5 +321,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "pairs": pair_table,
     "memory": memory_table,
     "drafts": draft_table,
+    "context": context_table,
+    "speedup": speedup_table,
+    "measured": measured_table,
     "files": file_tables,
 }

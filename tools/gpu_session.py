@@ -51,7 +51,7 @@ class Step:
 
 @dataclass
 class Outcome:
-    """What became of a step: its exit code (None if it was not begun), and its seconds."""
+    """Result of a step: its exit code (None if it was not begun), and its seconds."""
 
     name: str
     command: list[str]

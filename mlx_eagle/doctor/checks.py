@@ -22,7 +22,7 @@ from ..drafters.kinds import KINDS, kind_of
 from ..drafters.model_drafter import NOT_LOADED
 from ..drafters.mtp import outline
 from ..drafters.output_rows import USUAL_PART, WORTH_IT
-from ..drafters.pairs import targets_within
+from ..drafters.pairs import HEAD_SHARE, targets_within
 from ..drafters.quantize import packing_words, usual_quantization
 from ..drafters.target_parts import sizes_of
 from ..system.atomic_folder import user_cache
@@ -179,7 +179,10 @@ def expect(model: str, draft_model: str | None, context: int | None = None) -> l
     found += check_passes(this_machine(), built)
     found += check_precision(this_machine(), config)
     found += check_vocabulary(folder, built)
-    return [*found, check_head(model, draft_model, built)]
+    found.append(check_head(model, draft_model, built))
+    if context is not None:
+        found.append(check_context(built, draft_model, context))
+    return found
 
 
 def build(config: dict[str, Any]) -> nn.Module:

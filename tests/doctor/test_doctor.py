@@ -18,7 +18,7 @@ from mlx_eagle.doctor import __main__ as program
 from mlx_eagle.doctor import checks, packages
 from mlx_eagle.doctor.speedup import expected_speedup
 from mlx_eagle.drafters.pairs import PAIRS, bytes_in_4_bits, targets_within
-from mlx_eagle.system.device import Machine, machine_of
+from mlx_eagle.system.device import Machine, machine_of, product_cost
 
 M4 = machine_of({"device_name": "Apple M4 Pro", "architecture": "applegpu_g16s"}, "metal")
 
