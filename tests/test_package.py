@@ -27,6 +27,7 @@ TOP_LEVEL = {
     "CITATION.cff",
     "CONTRIBUTING.md",
     "SECURITY.md",
+    "measured",
     "tools",
     "pyproject.toml",
     "mlx_eagle",
@@ -36,6 +37,7 @@ TOP_LEVEL = {
     "tests",
     "README.md",
     "LICENSE",
+    "LICENSE-APACHE",
     "Makefile",
 }
 NAMES = ("generate", "chat", "server", "convert", "bench", "train", "doctor")
@@ -104,7 +106,7 @@ def expected_files(checkout: Path) -> set[str]:
     found = set()
     for folder, name in [("mlx_eagle", ""), ("convert", "convert/"), ("bench", "bench/")]:
         for path in (checkout / folder).rglob("*"):
-            is_page = path.parent.name == "prompts" or path.name == "method.md"
+            is_page = path.parent.name in ("prompts", "head") or path.name == "method.md"
             if path.suffix in SHIPPED or (path.suffix == ".md" and is_page):
                 found.add(f"mlx_eagle/{name}{path.relative_to(checkout / folder)}")
     return found
@@ -137,6 +139,7 @@ def test_wheel_holds_every_source_and_nothing_but_mlx_eagle(wheel, checkout):
     assert {name for name in names if name.startswith("mlx_eagle/")} == expected_files(checkout)
     assert {
         f"{info}/licenses/LICENSE",
+        f"{info}/licenses/LICENSE-APACHE",
         "mlx_eagle/py.typed",
         "mlx_eagle/convert/__main__.py",
         "mlx_eagle/bench/prompts/mt_bench.jsonl",
@@ -202,6 +205,19 @@ def test_root_documents_name_the_version():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["version"] == VERSION and citation["license"] == "MIT"
     assert f"## {VERSION} (" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_wheel_names_both_licences(wheel):
+    """The code's, and that of the demo head and of prompts, with a card beside the head."""
+    with zipfile.ZipFile(wheel) as archive:
+        info = f"mlx_eagle-{VERSION}.dist-info"
+        metadata = archive.read(f"{info}/METADATA").decode()
+        texts = [archive.read(f"{info}/licenses/LICENSE{end}").decode() for end in ("", "-APACHE")]
+        card = archive.read("mlx_eagle/demo/head/README.md").decode()
+    assert "License-Expression: MIT AND Apache-2.0\n" in metadata
+    assert texts[0].startswith("MIT License") and "Apache License" in texts[1]
+    assert "Version 2.0, January 2004" in texts[1] and "APPENDIX" in texts[1]
+    assert "Apache-2.0" in card and "LICENSE-APACHE" in card
 
 
 def test_release_publishes_without_a_secret():

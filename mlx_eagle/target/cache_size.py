@@ -63,5 +63,5 @@ def _size(one: Any, two: Any, lengths: tuple[int, int], num_tokens: int) -> int:
 def _held(cache: Any) -> int:
     """Bytes of a cache as it is, with the room that keys and values have to grow."""
     arrays = [cache.keys, cache.values] if _has_keys(cache) else cache.state
-    held = tree_flatten(arrays)
+    held: list[tuple[str, Any]] = tree_flatten(arrays)
     return sum(array.nbytes for _, array in held if isinstance(array, mx.array))
