@@ -51,7 +51,7 @@ class Step:
 
 @dataclass
 class Outcome:
-    """Result of a step: its exit code (None if it was not begun), and its seconds."""
+    """The end of a step: its exit code (None if it was not begun), and its seconds."""
 
     name: str
     command: list[str]

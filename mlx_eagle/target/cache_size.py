@@ -55,7 +55,8 @@ def _size(one: Any, two: Any, lengths: tuple[int, int], num_tokens: int) -> int:
     """Bytes of one cache, which is filled to both lengths."""
     if _has_keys(one):
         limits = [limit for name in LIMITS if (limit := getattr(one, name, None)) is not None]
-        return _held(one) // one.keys.shape[2] * min([num_tokens, *limits])
+        room: int = one.keys.shape[2]
+        return _held(one) // room * min([num_tokens, *limits])
     short, long = lengths
     return _held(one) + (_held(two) - _held(one)) * (num_tokens - short) // (long - short)
 
@@ -63,5 +64,5 @@ def _size(one: Any, two: Any, lengths: tuple[int, int], num_tokens: int) -> int:
 def _held(cache: Any) -> int:
     """Bytes of a cache as it is, with the room that keys and values have to grow."""
     arrays = [cache.keys, cache.values] if _has_keys(cache) else cache.state
-    held: list[tuple[str, Any]] = tree_flatten(arrays)
+    held: Any = tree_flatten(arrays)  # a list, as no destination is given
     return sum(array.nbytes for _, array in held if isinstance(array, mx.array))
