@@ -173,7 +173,8 @@ def verdict(code: int | None) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the steps; the exit code is 1 if one failed."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument("--out", required=True, metavar="DIR", help="Where all files go.")
+    words = "Where all files go (%(default)s)."
+    parser.add_argument("--out", default="gpu-session", metavar="DIR", help=words)
     parser.add_argument("--smoke", action="store_true", help="Try the script itself, on a CPU.")
     parser.add_argument("--only", metavar="STEP,...", help="Leave all other steps out.")
     parser.add_argument("--make", metavar="DIR", help="Only write the targets, into this folder.")

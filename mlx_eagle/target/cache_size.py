@@ -55,8 +55,9 @@ def _size(one: Any, two: Any, lengths: tuple[int, int], num_tokens: int) -> int:
     """Bytes of one cache, which is filled to both lengths."""
     if _has_keys(one):
         limits = [limit for name in LIMITS if (limit := getattr(one, name, None)) is not None]
+        kept: int = min([num_tokens, *limits])
         room: int = one.keys.shape[2]
-        return _held(one) // room * min([num_tokens, *limits])
+        return _held(one) // room * kept
     short, long = lengths
     return _held(one) + (_held(two) - _held(one)) * (num_tokens - short) // (long - short)
 
