@@ -235,6 +235,7 @@ class CacheFolder:
                 name.removeprefix("0."): value for name, value in read_metadata(path).items()
             }
             is_ours = all(metadata.get(name) == value for name, value in self.pair.items())
+            is_ours = is_ours and bool(self.pair)  # of nobody known, none is
             return Snapshot.of(path, metadata) if is_ours else None
         except UNREADABLE as err:
             self._discard(path, err)

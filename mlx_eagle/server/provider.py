@@ -1,14 +1,10 @@
 """Pair that a server serves: target, tokenizer and drafter, opened in its own thread."""
 
-import hashlib
 from argparse import Namespace
 from pathlib import Path
 from threading import Event
 
-import mlx.core as mx
-import mlx.nn as nn
 import mlx_lm
-from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.server import ModelProvider
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, SPMStreamingDetokenizer, _byte_decoder
@@ -28,6 +24,7 @@ from ..target.probe import check_trees
 from .answer_stream import Document, RequestError
 from .body import MAX_TOP, shortened
 from .caches import is_always_trimmable
+from .identity import adapter_digest, digest, module_digest
 
 DEFAULT = "default_model"  # what mlx-lm calls the model and the draft model of the command line
 DEMO = "mlx-eagle-demo"
@@ -131,15 +128,17 @@ class PairProvider(ModelProvider):
     def describe(self) -> dict[str, str]:
         """Describe what caches depend on besides the tokens; only an equal pair can use them.
 
-        Weights are given as sums of their bits, so that neither names nor dates matter.
+        Neither names nor dates of files matter.
         """
         drafter = self.draft_model
         args = self.cli_args
-        drafting = [] if drafter is None else [drafter.cost_key, *map(_weights, drafter.modules())]
+        drafting = []
+        if drafter is not None:
+            drafting = [drafter.cost_key, *map(module_digest, drafter.modules())]
         return {
-            "model": _digest(repr(getattr(self.model, "args", None)), _weights(self.model)),
-            "draft_model": _digest(*drafting, repr(args.draft_window)),
-            "chat_template": _digest(str(self.tokenizer.chat_template)),
+            "model": digest(module_digest(self.model), adapter_digest(args.adapter_path)),
+            "draft_model": digest(*drafting, repr(args.draft_window)),
+            "chat_template": digest(str(self.tokenizer.chat_template)),
             "quantization": repr((args.kv_bits, args.kv_group_size, args.quantized_kv_start)),
             "versions": f"mlx-eagle {__version__}, mlx-lm {mlx_lm.__version__}",
         }
@@ -173,19 +172,3 @@ def models(provider: PairProvider, created: int, wanted: str) -> Document:
     if wanted in (name, name.strip("/")):
         return model
     raise RequestError(f"{shortened(wanted)} is not served here, but {name} is.", 404)
-
-
-def _weights(module: nn.Module) -> str:
-    """Digest the names, shapes, types and sums of all weights."""
-    lines = []
-    sums = []
-    for name, weight in tree_flatten(module.parameters()):
-        flat = weight.reshape(-1)
-        is_even = flat.nbytes % mx.uint32.size == 0
-        sums.append(flat.view(mx.uint32 if is_even else mx.uint8).sum())
-        lines.append(f"{name} {weight.shape} {weight.dtype}")
-    return repr(list(zip(lines, mx.stack(sums).tolist() if sums else [], strict=True)))
-
-
-def _digest(*texts: str) -> str:
-    return hashlib.blake2b("\n".join(texts).encode(), digest_size=16).hexdigest()

@@ -1,0 +1,77 @@
+"""Identity of a model: digests that tell it from every other one whose caches may lie beside.
+
+Neither names nor dates of files matter, but all that a forward pass can depend on does: the
+weights, each at its place, and the numbers that are no weights, such as an adapter's scale.
+"""
+
+import dataclasses
+import hashlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+PIECE = 2**22  # elements summed at once: 16 MB beside the weights
+FACTOR = 2654435761  # Knuth's, odd: factors of neighbours differ in all bits
+OWN = frozenset({"_no_grad", "_training"})  # attributes of every module, of no effect here
+
+
+def digest(*texts: str) -> str:
+    """Hash texts to 32 digits."""
+    return hashlib.blake2b("\n".join(texts).encode(), digest_size=16).hexdigest()
+
+
+def module_digest(module: nn.Module) -> str:
+    """Digest all arrays, numbers and words of a module and those in it."""
+    factors = mx.arange(PIECE, dtype=mx.uint32) * mx.array(FACTOR, mx.uint32)
+    factors = (factors ^ (factors >> 15)) | 1
+    lines = []
+    for path, part in sorted(module.named_modules(), key=lambda named: named[0]):
+        lines.append(f"{path}: {type(part).__qualname__}")
+        values = {**vars(part), **part}
+        for name in sorted(values.keys() - OWN):
+            lines += _lines(f"{path}.{name}", values[name], factors)
+    return digest(*lines)
+
+
+def adapter_digest(path: str | None) -> str:
+    """Digest how an adapter says that it was trained; "" without one."""
+    try:
+        return digest((Path(path) / "adapter_config.json").read_text("utf-8")) if path else ""
+    except OSError:
+        return ""
+
+
+def _lines(name: str, value: Any, factors: mx.array) -> Iterator[str]:
+    """Yield a line for each value in ``value``, except modules, which have lines of their own."""
+    if isinstance(value, nn.Module):
+        return
+    if isinstance(value, mx.array):
+        yield f"{name} {value.shape} {value.dtype} {_sums(value, factors)}"
+    elif isinstance(value, Mapping):
+        for key in sorted(value, key=str):
+            yield from _lines(f"{name}.{key}", value[key], factors)
+    elif isinstance(value, list | tuple):
+        for i, each in enumerate(value):
+            yield from _lines(f"{name}.{i}", each, factors)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for key in dataclasses.fields(value):
+            yield from _lines(f"{name}.{key.name}", getattr(value, key.name, None), factors)
+    elif isinstance(value, bool | int | float | str | None):
+        yield f"{name} = {value!r}"
+    else:  # a function, say: its address would be another after each start
+        kind = getattr(value, "__qualname__", type(value).__qualname__)
+        yield f"{name} is {kind}"
+
+
+def _sums(array: mx.array, factors: mx.array) -> list[int]:
+    """Sum the bits of an array, piece by piece, each multiplied by a factor of its place."""
+    flat = mx.contiguous(array).reshape(-1)
+    is_even = flat.nbytes % mx.uint32.size == 0
+    flat = flat.view(mx.uint32 if is_even else mx.uint8)
+    pieces = [flat[i : i + PIECE].astype(mx.uint32) for i in range(0, flat.size, PIECE)]
+    sums = [(piece * factors[: piece.size]).sum() for piece in pieces]
+    found: Any = mx.stack(sums).tolist() if sums else []
+    return list(found)
