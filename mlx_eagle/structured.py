@@ -8,6 +8,7 @@ out by llguidance (https://github.com/guidance-ai/llguidance), for all rows of a
 
 import json
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import cache
@@ -28,6 +29,12 @@ except ImportError:  # the extra was not installed: making a grammar says so
 INSTALL = "structured output needs llguidance: pip install 'mlx-eagle[structured]'."
 
 MOST_TEXT = 200_000  # characters of a schema or a grammar; OpenAI's limit is 120,000 of names
+MOST_REGEX = 20_000  # characters of a regular expression: forced texts cost by their length
+MOST_REPEATS = 10_000  # of one part of a regular expression, in all its brackets
+SLOW_MASK = 0.01  # seconds for one token: masks take .05 to 1 ms, and everybody waits for them
+MOST_SLOW = 0.5  # seconds over that, without a fast mask between, until a text ends
+TOO_SLOW = "it takes too long to check for each token: give a shorter or simpler one"
+LARGEST = 10**300  # a number in a schema: nearly the largest that a float can be
 MOST_VALUES = 4_000  # in a schema: 2,000 properties of one object compile for three seconds
 LEXER_FUEL = 1_000_000  # expressions for one token: llguidance's 200,000 end some calls in tags
 MOST_TEXTS = 64  # that mlx-lm decodes with one processor at a time: it takes 32 together
@@ -37,6 +44,10 @@ CLOSED = 8  # tokens: thoughts that a template ends so near to the end of a prom
 ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON as ``json.dumps`` writes it. Models that may write any white space can get lost in it, and
 braces, keys and quotes are not forced where a space may come before them."""
+
+
+class GrammarError(ValueError):
+    """A text that cannot go on as its grammar wants, which is its client's mistake."""
 
 
 class Phase(Enum):
@@ -71,6 +82,8 @@ class Grammar:
         if not error:  # where no text at all is allowed, that is seen with the first mask
             is_possible = any(self._matcher.compute_bitmask())
             error = self._matcher.get_error() or ("" if is_possible else NOTHING)
+        if not error and _is_slow(self._matcher):
+            error = TOO_SLOW
         if error:
             raise ValueError(f"no text can be held to this {self.noun}: {_sentence(error)}")
         self._before: list[int] = []
@@ -151,7 +164,11 @@ class Regex(Grammar):
 
     def __init__(self, pattern: str, tokenizer: Any):
         """Raises ValueError for an expression that cannot be used."""
-        _check_length(pattern, self.noun)
+        _check_length(pattern, self.noun, MOST_REGEX)
+        if (num_repeats := repeats(pattern)) > MOST_REPEATS:
+            raise ValueError(
+                f"the {self.noun} repeats a part {num_repeats} times: give at most {MOST_REPEATS}."
+            )
         super().__init__(lambda: LLMatcher.grammar_from_regex(pattern), tokenizer)
 
 
@@ -224,6 +241,8 @@ class _Text:
         self._before = before
         self._num_said = num_said
         self._phase = Phase.HELD
+        self._is_suspect = False  # its masks are made, and timed, alone
+        self._slow_seconds = 0.0
 
     def start(self, prompt: list[int]) -> None:
         """Begin behind the whole prompt, or what was not read before of it."""
@@ -261,7 +280,9 @@ class _Text:
         """Up to ``most`` tokens that must come next; they may include the end of the text."""
         if self._phase is not Phase.HELD or most < 1:
             return []
+        begun = time.perf_counter()
         tokens = self._matcher.compute_ff_tokens()[:most]
+        self._charge(time.perf_counter() - begun, 1, is_alone=True)
         self._check()
         if len(tokens) < most:
             num = self._matcher.try_consume_tokens(tokens)
@@ -279,7 +300,7 @@ class _Text:
         num_rows = [1 + len(each.drafts) for each in asked]
         width = max(text._vocabulary.num_words for text in texts)
         bits = np.full((sum(num_rows), width), 2**32 - 1, np.uint32)
-        chains: list[tuple[Any, int, list[int]]] = []
+        chains: list[tuple[_Text, int, list[int]]] = []
         made = []
         first = 0
         for text, each, num in zip(texts, asked, num_rows, strict=True):
@@ -290,17 +311,38 @@ class _Text:
                 # Behind a token that the tokenizer does not know no row is ever kept.
                 size = text._vocabulary.tokens.vocab_size
                 drafts = [token if token < size else 0 for token in each.drafts]
-                chains.append((text._matcher, first, drafts))
+                chains.append((text, first, drafts))
             else:
                 text._walk(own, each)
             first += num
-        if chains:
+        alone = [[chain] for chain in chains if chain[0]._is_suspect]
+        for group in [[chain for chain in chains if not chain[0]._is_suspect], *alone]:
+            if not group:
+                continue
+            begun = time.perf_counter()
+            inputs = [(text._matcher, first, drafts) for text, first, drafts in group]
             _executor().unsafe_compute_mask_ptr_with_draft_token(
-                chains, bits.ctypes.data, 4 * width, len(bits)
+                inputs, bits.ctypes.data, 4 * width, len(bits)
             )
+            seconds = (time.perf_counter() - begun) / sum(1 + len(each[2]) for each in group)
+            for text, _, drafts in group:
+                text._charge(seconds, 1 + len(drafts), is_alone=len(group) == 1)
         for text in texts:
             text._check()
         return made
+
+    def _charge(self, seconds: float, num_rows: int, is_alone: bool) -> None:
+        """Note the time of a row's mask, or of what is forced; GrammarError ends a slow text.
+
+        Of several texts nobody knows whose took long: each is timed alone from then on.
+        """
+        self._is_suspect = seconds > SLOW_MASK
+        if not self._is_suspect:
+            self._slow_seconds = 0.0
+        elif is_alone:
+            self._slow_seconds += (seconds - SLOW_MASK) * num_rows
+        if self._slow_seconds > MOST_SLOW:
+            raise GrammarError(f"the text cannot be held to its grammar: {TOO_SLOW}.")
 
     def _walk(self, bits: "np.ndarray", asked: RowsAsked) -> None:
         """The masks of a tree, or of rows in thoughts, node by node and back again."""
@@ -332,7 +374,9 @@ class _Text:
             own[:] = vocabulary.all_but_ends
         elif phase is not Phase.ENDED:
             row[:] = 0
+            begun = time.perf_counter()
             self._matcher.unsafe_compute_mask_ptr(own.ctypes.data, own.nbytes)
+            self._charge(time.perf_counter() - begun, 1, is_alone=True)
         if phase is Phase.OPEN:
             start = vocabulary.start[0]
             own[start // 32] |= np.uint32(1 << start % 32)
@@ -353,7 +397,7 @@ class _Text:
 
     def _check(self) -> None:
         if error := self._matcher.get_error():
-            raise ValueError(f"the text cannot be held to its grammar: {_sentence(error)}")
+            raise GrammarError(f"the text cannot be held to its grammar: {_sentence(error)}")
 
 
 def schema_options(strict: bool) -> dict[str, Any]:
@@ -426,11 +470,41 @@ def _sentence(error: str) -> str:
     return f"{known.get(text, text)}"[:300].rstrip(".") + "."
 
 
-def _check_length(text: str, noun: str) -> None:
+def repeats(pattern: str) -> int:
+    """Count how often some part of a regular expression is repeated by the numbers in it."""
+    pieces = re.findall(
+        r"\\.|\[\^?\]?(?:\\.|[^\\\]])*\]|\{[0-9]+(?:,[0-9]*)?\}|.", pattern, flags=re.DOTALL
+    )
+    most = [1]  # of each bracket that is open
+    last = 1  # of the part just before
+    for piece in pieces:
+        if piece == "(":
+            most.append(1)
+        elif piece == ")" and len(most) > 1:
+            last = most.pop()
+        elif len(piece) > 2 and piece[0] == "{":
+            last *= max(1, *(int(number[:9]) for number in piece[1:-1].split(",") if number))
+        else:
+            last = 1
+        most[-1] = max(most[-1], last)
+    return max(most)
+
+
+def _is_slow(matcher: "LLMatcher") -> bool:
+    """Whether masks take long where a text begins; the first may, for it makes tables."""
+    for _ in range(2):
+        begun = time.thread_time()
+        matcher.compute_bitmask()
+        if time.thread_time() - begun <= SLOW_MASK:
+            return False
+    return True
+
+
+def _check_length(text: str, noun: str, most: int = MOST_TEXT) -> None:
     if not isinstance(text, str) or not text:
         raise ValueError(f"the {noun} is empty or no text: give a {noun}.")
-    if len(text) > MOST_TEXT:
-        raise ValueError(f"the {noun} has {len(text)} characters: give at most {MOST_TEXT}.")
+    if len(text) > most:
+        raise ValueError(f"the {noun} has {len(text)} characters: give at most {most}.")
 
 
 def read_schema(schema: Mapping[str, Any] | str) -> dict[str, Any]:
@@ -439,15 +513,21 @@ def read_schema(schema: Mapping[str, Any] | str) -> dict[str, Any]:
         text = schema if isinstance(schema, str) else json.dumps(schema)
         _check_length(text, "schema")
         read = json.loads(text)
-        num_values = sum(1 for _ in _values(read))
+        json.dumps(read, ensure_ascii=False).encode()  # no half of a letter is text
+        values = list(_values(read))
+    except UnicodeEncodeError as err:
+        raise ValueError("the schema holds half of a letter (a lone surrogate).") from err
     except RecursionError as err:
         raise ValueError("the schema is nested too deeply.") from err
     except (TypeError, json.JSONDecodeError) as err:
         raise ValueError(f"the schema is no JSON ({err}).") from err
     if not isinstance(read, dict):
         raise ValueError('the schema is no JSON object: give one, such as {"type": "object"}.')
-    if num_values > MOST_VALUES:
-        raise ValueError(f"the schema has {num_values} values: give at most {MOST_VALUES}.")
+    if len(values) > MOST_VALUES:
+        raise ValueError(f"the schema has {len(values)} values: give at most {MOST_VALUES}.")
+    numbers = [each for each in values if isinstance(each, int | float)]
+    if not all(abs(each) < LARGEST for each in numbers):  # also infinity, and what is no number
+        raise ValueError("the schema holds a number of 300 digits, or none that JSON has.")
     return read
 
 

@@ -30,7 +30,7 @@ from mlx_eagle.decoding.processors import LogitsProcessors, RowsAsked
 from mlx_eagle.decoding.sampling import Sampling
 from mlx_eagle.drafters.lookup import LookupDrafter
 from mlx_eagle.drafters.tree import DraftShape
-from mlx_eagle.structured import JSONObject, JSONSchema, Lark, Regex, as_terminal
+from mlx_eagle.structured import JSONObject, JSONSchema, Lark, Regex, as_terminal, repeats
 
 TOKENIZER = byte_tokenizer()
 VOCAB = len(TOKENIZER.get_vocab())
@@ -384,9 +384,16 @@ def test_a_text_that_was_begun_before(model, drafters):
         (lambda: JSONSchema({"enum": ["x" * 9] * 9000}, TOKENIZER), "9002 values: give at most"),
         (lambda: JSONSchema({"const": "x" * 300_000}, TOKENIZER), "characters: give at most"),
         (lambda: JSONSchema("[" * 9000 + "]" * 9000, TOKENIZER), "nested too deeply"),
+        (lambda: JSONSchema({"const": 10**300}, TOKENIZER), "a number of 300 digits"),
+        (lambda: JSONSchema('{"maximum": Infinity}', TOKENIZER), "or none that JSON has"),
+        (lambda: JSONSchema({"const": "\ud800"}, TOKENIZER), "half of a letter"),
         (lambda: Regex("(", TOKENIZER), "unclosed group"),
         (lambda: Regex("", TOKENIZER), "the regular expression is empty"),
         (lambda: Lark('start: "a" b', TOKENIZER), "no text can be held to this grammar"),
+        (lambda: Regex("x" * 30_000, TOKENIZER), "30000 characters: give at most 20000"),
+        (lambda: Regex("a{100000}", TOKENIZER), "repeats a part 100000 times: give at most"),
+        (lambda: Regex("((a{50}){50}){50}", TOKENIZER), "repeats a part 125000 times"),
+        (lambda: JSONSchema({"const": "x" * 199_000}, TOKENIZER), "takes too long to check"),
     ],
 )
 def test_what_cannot_be_held_to_is_said_in_a_sentence(make, sentence):
@@ -394,6 +401,35 @@ def test_what_cannot_be_held_to_is_said_in_a_sentence(make, sentence):
         make()
     said = str(found.value)
     assert sentence in said and "\n" not in said and said.endswith(".") and len(said) < 400
+
+
+def test_repeats_are_counted():
+    """As the text that each pattern repeats most is long."""
+    for pattern, text in (
+        ("abc", "a"), ("a{3}b", "aaa"), ("(a{3}b){4}", "aaa" * 4), ("[a(]{5}", "a" * 5),
+        ("a{2}{3}", "a" * 6), (r"\({7}", "a" * 7), ("(a|b{2}){3,}c{5}", "b" * 6),
+        ("a{0,9}", "a" * 9),
+        ("((a{2}){2}){2}", "a" * 8), ("[]{9}]", "9"), ("{a{2}", "aa"), (")a{4}", "aaaa"),
+    ):  # fmt: skip
+        assert repeats(pattern) == len(text), pattern
+
+
+def test_a_text_whose_masks_take_long_ends(model, monkeypatch):
+    """Where the cost comes late, no look at the first masks finds it."""
+    grammar = Lark('start: /[a-c]{3}/ "' + "x" * 40_000 + '"', TOKENIZER)
+    monkeypatch.setattr(structured, "SLOW_MASK", 0.001)
+    monkeypatch.setattr(structured, "MOST_SLOW", 0.05)
+    with pytest.raises(structured.GrammarError, match="takes too long to check"):
+        theirs(model, grammar)
+    texts = [grammar.begin_text(), Regex("[a-c]{90}", TOKENIZER).begin_text()]
+    for text in texts:
+        text.start(PROMPT)
+        text.follow(TOKENIZER.encode("abc", add_special_tokens=False))
+    asked = [RowsAsked(text, [0, 0], None) for text in texts]
+    with pytest.raises(structured.GrammarError):  # for the one that is slow, by itself
+        for _ in range(50):
+            texts[0].masks(asked)
+    assert texts[0]._slow_seconds > 0.05 and texts[1]._slow_seconds == 0.0
 
 
 def test_patterns_are_searched_for():

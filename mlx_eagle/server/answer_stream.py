@@ -17,6 +17,7 @@ from mlx_lm.generate import TextStateMachine
 from mlx_lm.server import GenerationContext, Response
 
 from ..decoding.stats import DraftingEvent, Stats
+from ..structured import GrammarError
 
 POLL = 0.5  # seconds between looks at whether the client is still there
 
@@ -193,6 +194,7 @@ class on_error:
 def _as_request_error(error: Exception, status: int) -> RequestError:
     """Turn an error into one for the client, with ``status`` unless it has its own."""
     status = error.status if isinstance(error, RequestError) else status
+    status = 400 if isinstance(error, GrammarError) else status
     if isinstance(error, (ValueError, RuntimeError, RequestError)) and str(error):
         return RequestError(str(error), status)
     return RequestError(f"the request failed: {type(error).__name__}: {error}", status)

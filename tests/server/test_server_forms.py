@@ -225,3 +225,17 @@ def test_openais_client_parses(server):
         model="x", messages=[{"role": "user", "content": "!"}], response_format=Place
     )
     check(parsed.choices[0].message.parsed.model_dump())
+
+
+@pytest.mark.exhaustive
+def test_a_slow_grammar_ends_its_own_request_alone(server, monkeypatch):
+    monkeypatch.setattr(structured, "SLOW_MASK", 0.001)
+    monkeypatch.setattr(structured, "MOST_SLOW", 0.05)
+    free = {"grammar": {"regex": "[a-z]{60}"}}
+    slow = {"grammar": {"lark": 'start: /[a-c]{3}/ "' + "x" * 40_000 + '"'}}
+    alone = ask(server, **free).message.content
+    with ThreadPoolExecutor(2) as pool:
+        good, bad = pool.submit(ask, server, **free), pool.submit(ask, server, **slow)
+        with pytest.raises(openai.BadRequestError, match="takes too long to check"):
+            bad.result()
+        assert good.result().message.content == alone
