@@ -235,22 +235,26 @@ def _check_taps(ids: tuple[int, ...] | None, source: str, num_aux: int, depth: i
     if ids is None:
         if num_aux != 3:
             raise ValueError(
-                f"fc fuses {num_aux} features and the config names no taps; give --aux-layers"
+                f"fc fuses {num_aux} features and the config names no taps; give "
+                "mlx_eagle.convert --aux-layers"
             )
         return
     taps = f"taps {shown(ids)} ({source})"
     if len(ids) != num_aux:
         raise ValueError(
-            f"{len(ids)} {taps}, but fc fuses {num_aux} features; give --aux-layers with as many"
+            f"{len(ids)} {taps}, but fc fuses {num_aux} features; give mlx_eagle.convert "
+            "--aux-layers with as many"
         )
     # The default of a shallow target names a layer twice, as the official code does.
     in_order = sorted(ids) if source == "default" else sorted(set(ids))
     if min(ids) < 0 or list(ids) != in_order:
-        raise ValueError(f"the {taps} are not ascending numbers from 0; give --aux-layers")
+        raise ValueError(
+            f"the {taps} are not ascending numbers from 0; give mlx_eagle.convert --aux-layers"
+        )
     if depth is not None and ids[-1] > depth:
         raise ValueError(
             f"the {taps} go beyond the target's {depth} layers; this head belongs to another "
-            "target, or give --aux-layers"
+            "target, or give mlx_eagle.convert --aux-layers"
         )
 
 

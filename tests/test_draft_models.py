@@ -17,7 +17,7 @@ import mlx_eagle
 from mlx_eagle.commands import generate
 from mlx_eagle.convert import convert
 from mlx_eagle.decoding.stats import Stats
-from mlx_eagle.draft_models import open_beside
+from mlx_eagle.draft_models import find_drafter, open_beside
 from mlx_eagle.drafters.eagle3 import Eagle3Drafter
 from mlx_eagle.drafters.lookup import LookupDrafter
 
@@ -178,3 +178,16 @@ def test_subpackages_are_there_when_asked_for():
     assert callable(mlx_eagle.reference.eagle_draft_forward)
     with pytest.raises(AttributeError):
         _ = mlx_eagle.nothing_of_that_name
+
+
+@pytest.mark.parametrize("name, sentence", [
+    ("", "'' is no name of a model"), ("  ", "is no name of a model"), ("a\nb", "is no name of"),
+    ("a" * 5000, "is no name of a model"), ("/dev/zero", "a device or a pipe"),
+    ("~nobody-of-that-name/x", "does not exist"), ("x" * 300, "exist|reached|neither"),
+    ("a/b\0c", "is no name of a model"),
+])  # fmt: skip
+def test_names_that_no_drafter_can_have(name, sentence):
+    """Neither an errno, nor all of a long name."""
+    with pytest.raises(ValueError, match=sentence) as found:
+        find_drafter(name)
+    assert len(str(found.value)) < 600 and "\n" not in str(found.value)

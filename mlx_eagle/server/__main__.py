@@ -62,6 +62,12 @@ def announce(server: PairServer, generator: PairGenerator) -> None:
     print(f"Serving {name}: a page to talk to it at {url}, the API at {url}v1", flush=True)
     if server.access.key is None and not is_loopback(host):
         print(f"Note: whoever reaches {shown} can use it; nobody is asked for a key.", flush=True)
+        if not server.access.hosts:
+            print(
+                "Note: it answers under any name, so a page can make a browser ask it: "
+                "--allowed-hosts NAMES names yours.",
+                flush=True,
+            )
     if server.collector is not None:
         print(
             f"Note: chats and their answers are kept in {server.collector.path} (--collect).",

@@ -39,8 +39,8 @@ class Access:
 
     A browser lets every page ask this machine, and says which one does (``Origin``). ``origins``
     may ask besides the server's own page; "*" is all. A page whose name was made to mean this
-    machine is recognised by the name that it asks for (``Host``): a server that ``is_local``
-    accepts only this machine's names and ``hosts``; "*" is all.
+    machine is recognised by the name that it asks for (``Host``): a server that ``is_local``, or
+    has ``hosts``, accepts only these and this machine's names; "*" is all.
     """
 
     key: ApiKey | None = None
@@ -63,7 +63,7 @@ class Access:
     def check_page(self, headers: Message) -> None:
         """Raise RequestError for a request that the page of another site makes."""
         host = (headers["Host"] or "").strip().lower()
-        if self.is_local and host and not self._is_known(_name_in(host)):
+        if (self.is_local or self.hosts) and host and not self._is_known(_name_in(host)):
             raise RequestError(
                 f"the Host {host[:SHOWN]!r} is no name of this machine: ask for localhost, or "
                 "start the server with --allowed-hosts.",
@@ -86,7 +86,8 @@ class Access:
         if "*" in self.hosts or name in self.hosts or name == "localhost":
             return True
         try:
-            return ipaddress.ip_address(name).is_loopback
+            # To others' machines it is known by numbers, which no page can make mean another.
+            return ipaddress.ip_address(name).is_loopback or not self.is_local
         except ValueError:
             return name.endswith(".localhost")  # which browsers never look up
 

@@ -33,6 +33,7 @@ MAX_STOP_TEXT = 1000  # characters
 MAX_TOKEN_DIGITS = 9
 SHOWN = 60  # characters of a value in a message
 MAX_TOP = 20  # alternatives to each token
+MAX_MESSAGES = 20_000  # templates take them one by one: 500,000 empty ones took 21 seconds
 MAX_CHOICES = 64  # answers to one request
 
 
@@ -344,6 +345,8 @@ def check_messages(messages: Any) -> None:
     """Raise ValueError unless the messages are a conversation in text."""
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"messages is {kind_of(messages)}: give a list of at least one message.")
+    if len(messages) > MAX_MESSAGES:
+        raise ValueError(f"there are {len(messages)} messages: give at most {MAX_MESSAGES}.")
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ValueError("a message is something else than an object with a role.")

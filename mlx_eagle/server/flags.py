@@ -100,7 +100,8 @@ FLAGS = {
     "allowed-hosts": (
         _names,
         "",
-        "Names by which a proxy asks for a server that listens on this machine alone; * is all.",
+        "Names by which a proxy asks for a server that listens on this machine alone, or all "
+        "names of one that other machines can reach; * is all.",
     ),
     "api-key": (
         str,

@@ -163,8 +163,11 @@ def remove_orphans(drafts: Iterable[Path]) -> None:
     """Remove files and folders whose process is gone: those that no process has locked."""
     for draft in drafts:
         with suppress(OSError):  # locked, or no locks here: not known to be an orphan
-            lock = os.open(draft, os.O_RDONLY | os.O_NOFOLLOW)
+            lock = os.open(draft, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
+                kind = os.fstat(lock).st_mode
+                if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):
+                    continue  # a pipe, say, which nobody here has made
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if draft.is_dir():
                     shutil.rmtree(draft, ignore_errors=True)

@@ -1,6 +1,7 @@
 """Files from and to the Hugging Face hub, its errors said in one sentence."""
 
 import re
+import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from huggingface_hub.utils import build_hf_headers
 # The base of what the HTTP library raises; which library that is changes between versions.
 HTTP_ERROR = HfHubHTTPError.__bases__[0]
 TIMEOUT = 30.0  # seconds without a byte
+LONGEST_PATH = 4096  # characters, as Linux has it
 REPO_ID = re.compile(r"[\w.-]+/[\w.-]+")
 SNAPSHOT = re.compile(r".*/models--([^/]+?)--([^/]+)/snapshots/([^/]+)/?")
 EAGLE_4 = re.compile(r"eagle[-_. ]?4(?![\db])", re.IGNORECASE)  # not 4bit, 4B, 4096
@@ -116,14 +118,30 @@ def read_range(repo: str, name: str, start: int, end: int, commit: str) -> tuple
     return content, int(answer.headers["Content-Range"].rpartition("/")[2])
 
 
+def _existing(source: str) -> Path | None:
+    """Return the folder or file of a name; None if there is none. Raises ValueError for others."""
+    if not source.strip() or not source.isprintable() or len(source) > LONGEST_PATH:
+        raise ValueError(
+            f"{source[:60]!r} is no name of a model: give a folder, or a repository such as "
+            "owner/name"
+        )
+    try:
+        path = Path(source).expanduser()
+        kind = path.stat().st_mode
+    except (OSError, RuntimeError):  # none, a part that is too long, or nobody's home
+        return None
+    if not (stat.S_ISDIR(kind) or stat.S_ISREG(kind)):
+        raise ValueError(f"{source} is a device or a pipe: give the folder of a model")
+    return path
+
+
 def locate(source: str, patterns: Sequence[str], revision: str | None = None) -> Path:
     """The path of a local folder or file, or of a downloaded repository (see ``fetch``).
 
     ``owner/name/file.gguf`` is that one file of the repository, ``owner/name/folder`` what lies
     in that folder of it.
     """
-    path = Path(source).expanduser()
-    if path.exists():
+    if (path := _existing(source)) is not None:
         return path
     if inner := INSIDE.fullmatch(source):
         repo = inner["repo"]

@@ -269,3 +269,10 @@ def test_killed_writers_leave_whole_files(tmp_path):
         for text in files.values():
             assert found(caches, len(text.tokens), int(text.tokens[0])) == len(text.tokens)
     assert num_drafts > 0  # some were killed while they wrote
+
+
+def test_a_pipe_with_the_name_of_a_draft_stops_nobody(tmp_path):
+    pipe = tmp_path / cache_files.DRAFT.format("0" * 32, "0" * 8)
+    os.mkfifo(pipe)
+    CacheFolder(tmp_path)  # which would wait for a writer
+    assert pipe.exists()

@@ -7,6 +7,7 @@ import pytest
 from serving import ours, parse
 
 from mlx_eagle.server.access import read_access
+from mlx_eagle.server.answer_stream import RequestError
 
 USER = {"role": "user", "content": "Hello"}
 TEXT = json.dumps({"prompt": "Once", "messages": [USER], "max_tokens": 2}).encode()
@@ -129,3 +130,13 @@ def test_a_server_of_the_network_takes_any_host_and_its_own_page(flags):
         asked.address = ("127.0.0.1", asked.address[1])
         assert ask(asked, "GET", "/health", head)[0] == 200
         assert ask(asked, "GET", "/health", head | {"Origin": "http://evil.example"})[0] == 403
+
+
+def test_a_server_of_the_network_takes_only_its_names_if_they_are_given():
+    flags = ("--host", "0.0.0.0", "--no-api-key", "--allowed-hosts", "box.lan")
+    access = read_access(parse(*flags))
+    rest = {"Origin": None, "Sec-Fetch-Site": None, "Sec-Fetch-Mode": None}
+    for host in ("box.lan:8080", "192.168.1.7:8080", "localhost"):
+        access.check_page(rest | {"Host": host})
+    with pytest.raises(RequestError, match="is no name of this machine"):
+        access.check_page(rest | {"Host": "evil.example"})

@@ -108,6 +108,7 @@ MESSAGES = {
     "no messages": (None, "the request has no messages"),
     "a string": ("Hello", "messages is a string"),
     "none": ([], "give a list of at least one message"),
+    "many": ([USER] * 20_001, "there are 20001 messages: give at most 20000"),
     "strings": (["Hello"], "an object with a role"),
     "no role": ([{"content": "Hello"}], "an object with a role"),
     "content": ([{"role": "user", "content": 5}], "content is a number"),
