@@ -247,6 +247,16 @@ class DraftReport:
         self._events = []
         return {"tokens": entries, "drafting_events": list(map(asdict, events))}
 
+    def drop(self, start: int, num_letters: int) -> None:
+        """Drop letters of the text, reasoning aside, that the next report would have."""
+        for entry in self._entries:
+            if entry.get("reasoning"):
+                continue
+            size = len(entry["text"])
+            end = max(0, start + num_letters)
+            entry["text"] = entry["text"][: max(0, start)] + entry["text"][end:]
+            start -= size
+
     def _read(self, letter: str) -> None:
         """Feed a letter to the machine, and show or drop the letters it no longer holds."""
         self.state, segments = TextStateMachine.split(self.state, letter)

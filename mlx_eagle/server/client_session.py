@@ -34,6 +34,36 @@ class Piece:
     finish_reason: str | None = None
 
 
+class _Margin:
+    """White space in front of calls and behind them, held until text or a call follows."""
+
+    def __init__(self, has_calls: bool):
+        self._has_calls = has_calls
+        self._has_text = False  # since the last call
+        self.held = ""
+
+    def add(self, text: str) -> str:
+        """Return the text that can be shown, with what was held before it."""
+        self.held += text
+        if self._has_calls and not self._has_text and not self.held.strip():
+            return ""
+        self._has_text = True
+        return self.at_end()
+
+    def at_call(self) -> int:
+        """Drop what is held; return the number of its letters."""
+        num_letters = len(self.held)
+        self.held = ""
+        self._has_text = False
+        return num_letters
+
+    def at_end(self) -> str:
+        """Return what is held."""
+        held = self.held
+        self.held = ""
+        return held
+
+
 class ClientSession:
     """One prompt and its answer: ``submit``, ``open``, then ``pieces``; at last ``close``.
 
@@ -104,6 +134,7 @@ class ClientSession:
     def pieces(self, progress: Callable[[int, int], None], is_stream: bool) -> Iterator[Piece]:
         """Yield the pieces of the answer as soon as mlx-lm's text machine gives them.
 
+        White space beside calls is dropped: clients would take it for text in front of them.
         ``progress`` is called with the number of prompt tokens read, and of all.
         ``is_stream``: calls have an ``index``, and drafts are reported piece by piece. Raises
         RequestError.
@@ -116,28 +147,37 @@ class ClientSession:
         previous = context.initial_state
         called = ""
         has_called = False
+        margin = _Margin(context.has_tool_calling and self.request.request_type == "chat")
+        num_sent = 0  # letters since the last report
         piece = Piece()
         for response in self._responses(progress):
             piece.responses.append(response)
             state, segments = _split(state, response)
             for kind, text in segments:
                 if kind == "tool":
+                    self._drop(num_sent + len(piece.text), margin.at_call())
                     called += text
                 elif kind == "reasoning":
+                    piece.text += margin.at_end()
                     piece.reasoning += text
                 else:
                     if previous == "tool":
                         piece.calls += formatter([called])
                         called = ""
                         has_called = True
-                    piece.text += text
+                    piece.text += margin.add(text)
                 previous = kind
-            if previous != "tool" and (piece.text or piece.reasoning or piece.calls):
+            is_settled = previous != "tool" and not margin.held
+            if is_settled and (piece.text or piece.reasoning or piece.calls):
+                num_sent += 0 if is_stream else len(piece.text)
                 yield self._reported(piece) if is_stream else piece
                 piece = Piece()
         if previous == "tool" and called:
             piece.calls += formatter([called])
             has_called = True
+        if has_called:
+            self._drop(num_sent + len(piece.text), margin.at_call())
+        piece.text += margin.at_end()
         piece.finish_reason = self._finish_reason or "stop"
         if piece.finish_reason == "stop" and has_called:
             piece.finish_reason = "tool_calls"
@@ -183,6 +223,11 @@ class ClientSession:
             if self._report is not None:
                 self._report.follow(response)
             yield response
+
+    def _drop(self, start: int, num_letters: int) -> None:
+        """Drop letters of the text since the last draft report from the next one, too."""
+        if self._report is not None and num_letters:
+            self._report.drop(start, num_letters)
 
     def _reported(self, piece: Piece) -> Piece:
         """Add the draft report to the piece if the client asked for it."""
