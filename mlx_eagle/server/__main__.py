@@ -22,7 +22,7 @@ from .flags import build_parser, check_arguments
 from .handler import PairHandler
 from .listener import PairServer
 from .provider import PairProvider
-from .routes import ROUTES
+from .routes import DOCUMENTS, ROUTES
 
 POLL = 0.1  # seconds
 LONG_ANSWER = 16384  # tokens: a file that an agent writes; most do not say how many they need
@@ -107,7 +107,9 @@ def run(args: argparse.Namespace) -> None:
     with StopSignals() as signals:
         generator = PairGenerator(PairProvider(args), cache)
         try:
-            with PairServer(PairHandler, ROUTES, generator, access, collector) as server:
+            with PairServer(
+                PairHandler, ROUTES, DOCUMENTS, generator, access, collector
+            ) as server:
                 while not generator.model_provider.loaded.is_set():
                     if signals.wait(POLL):
                         # No client is served yet, and the loading thread cannot be stopped.

@@ -5,6 +5,7 @@ No HTTP and no models in here; mlx-lm's kinds of messages only. The generating t
 puts them beside the text, chunk by chunk, in the client's thread.
 """
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -189,6 +190,19 @@ class on_error:
             return False
         self._act(error)
         return True
+
+
+def told_as(error: Exception) -> RequestError:
+    """Return an error as a client is told it; one that nobody foresaw is logged, with status 500.
+
+    Errors of connections are raised: there is nobody to tell.
+    """
+    if isinstance(error, (ConnectionError, TimeoutError)):
+        raise error
+    if isinstance(error, RequestError):
+        return error
+    logging.error("A request failed, and should not have: please report this.", exc_info=error)
+    return RequestError("the server failed to answer this request: its log says why.", 500)
 
 
 def _as_request_error(error: Exception, status: int) -> RequestError:

@@ -20,12 +20,13 @@ from urllib.parse import unquote
 
 from mlx_lm.server import CompletionRequest
 
-from .answer_stream import Document, RequestError, draft_usage, error_document
+from .answer_stream import Document, RequestError, draft_usage, error_document, on_error, told_as
 from .body import PairArguments, read_body, shortened
 from .client_session import ClientSession
 from .listener import PairServer, Presence, RequestReader, drain
 from .metrics import CONTENT_TYPE, RequestOutcome
-from .provider import PairProvider, models, properties
+from .provider import PairProvider, models
+from .request_framing import HeadLines, check_head, has_body, read_body_of
 
 LARGE = 2**16  # bytes of a body; larger ones are read into fields one after the other
 PARTS = Path(__file__).parent / "web"
@@ -216,12 +217,8 @@ class PairHandler(Reply):
         self.reader.restart()
         self.server.note_idle(self.connection)
         try:
-            try:
+            with on_error(self._answer_error):
                 super().handle_one_request()
-            except RequestError as err:
-                if self.outcome is not None:
-                    self.outcome = RequestOutcome.of_status(err.status)
-                self._refuse(err)
         except (ConnectionError, TimeoutError):
             self.close_connection = True
         finally:
@@ -231,11 +228,21 @@ class PairHandler(Reply):
         """Read the head of a request, and split its path and query."""
         self.reader.begin()
         self.asked = time.monotonic()
-        if not super().parse_request():
+        self.rfile = HeadLines(self._rest)
+        try:
+            if not super().parse_request():
+                return False
+            check_head(self.raw_requestline, self.headers)
+        except RequestError as err:
+            self._refuse_head(err)
             return False
+        finally:
+            self.rfile = self._rest
         self.reader.in_head = False
+        if self.command != "POST" and has_body(self.headers):
+            # Nobody reads it, and its bytes must not be taken for the next request.
+            self.close_connection = self.is_body_unread = True
         self.path, _, self.query = self.path.partition("#")[0].partition("?")
-        # Below /v1/messages, what is not there is refused as that refuses.
         routes = self.server.routes
         above = "/v1/messages" if self.path.startswith("/v1/messages/") else ""
         self.route = routes.get(self.path) or routes.get(above, NO_ROUTE)
@@ -283,8 +290,8 @@ class PairHandler(Reply):
         elif self.path == "/health":
             status, document = self.server.health()
             self.send(status, "application/json", document)
-        elif self.path == "/props":
-            self.send_json(properties(self.provider))
+        elif self.path in self.server.documents:
+            self.send_json(self.server.documents[self.path](self.provider))
         elif self.path.startswith("/v1/models"):
             wanted = unquote(self.path.removeprefix("/v1/models").strip("/"))
             self.send_json(models(self.provider, self.created, wanted))
@@ -314,11 +321,15 @@ class PairHandler(Reply):
         self, code: int, message: str | None = None, explain: str | None = None
     ) -> None:
         """Send the errors of http.server in the form of our own."""
-        self.close_connection = self.is_body_unread = True
         text = message or self.responses.get(code, ("the request is not HTTP",))[0]
-        self.outcome = RequestOutcome.REFUSED  # also 501, "no such method"
+        self._refuse_head(RequestError(f"{shortened(text.rstrip('.'))}.", code))
+
+    def _refuse_head(self, error: RequestError) -> None:
+        """Refuse a head that is not answered (also 501, "no such method"), and what follows."""
+        self.close_connection = self.is_body_unread = True
+        self.outcome = RequestOutcome.REFUSED
         self.headers = getattr(self, "headers", None) or {}
-        self._refuse(RequestError(f"{shortened(text.rstrip('.'))}.", code))
+        self._refuse(error)
 
     def handle_expect_100(self) -> bool:
         """Answer a client that waits for 100 Continue before it sends its body."""
@@ -341,32 +352,24 @@ class PairHandler(Reply):
             raise RequestError(str(err)) from err
 
     def _read(self) -> bytes:
-        if "Transfer-Encoding" in self.headers:
-            raise RequestError(
-                "the request has a Transfer-Encoding: send the body whole, with its "
-                "Content-Length.",
-                411,
-            )
-        if len(set(self.headers.get_all("Content-Length", []))) > 1:
-            raise RequestError("the request has several Content-Lengths: give one.")
-        if "Content-Length" not in self.headers:
-            raise RequestError("the request has no Content-Length: give one.", 411)
-        text = self.headers["Content-Length"].strip()
-        if not (text.isascii() and text.isdecimal() and len(text) < 20):
-            raise RequestError(f"Content-Length is {text[:40]!r}: give a number of bytes.")
-        length = int(text)
         limit = self.server.flags.max_body_size
-        if length > limit:
-            raise RequestError(f"the body has {length} bytes: send at most {limit}.", 413)
         try:
-            raw = self.rfile.read(length)
+            raw = read_body_of(self.rfile, self.headers, self.request_version, limit)
         except TimeoutError as err:
             seconds = self.server.flags.request_timeout
             raise RequestError(f"the request took over {seconds:g} seconds.", 408) from err
         self.connection.settimeout(self.timeout)
-        if len(raw) < length:
-            raise ConnectionAbortedError("the client left before its request was complete.")
         return raw
+
+    def _answer_error(self, error: Exception) -> None:
+        """Refuse a request that raised ``error``; one that nobody foresaw has status 500."""
+        told = told_as(error)
+        if told is not error:
+            self.close_connection = True
+        if self.outcome is not None:
+            self.outcome = RequestOutcome.of_status(told.status)
+        if self.is_streaming or not self.is_answering:
+            self._refuse(told)
 
     def _refuse(self, error: RequestError) -> None:
         """Send the error, within the stream if one was begun."""

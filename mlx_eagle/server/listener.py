@@ -157,15 +157,19 @@ class PairServer(ThreadingHTTPServer):
         self,
         handler: type[BaseHTTPRequestHandler],
         routes: Mapping[str, Any],
+        documents: Mapping[str, Any],
         generator: PairGenerator,
         access: Access | None = None,
         collector: Collector | None = None,
     ):
-        """Listen at once, as the flags say; ``routes`` say which API answers at a path.
+        """Listen at once, as the flags say.
+
+        ``routes`` say which API answers what is posted to a path, ``documents`` what GET shows.
 
         Raises ValueError if the address is not available.
         """
         self.routes = routes
+        self.documents = documents
         self.generator = generator
         self.flags = generator.cli_args
         self.access = access

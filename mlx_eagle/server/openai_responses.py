@@ -15,7 +15,7 @@ from mlx_lm.server import CompletionRequest
 
 from ..system.fields import check_kind
 from ..system.progress import silent
-from .answer_stream import Document, RequestError
+from .answer_stream import Document, RequestError, on_error, told_as
 from .body import SCOPE, PairArguments, check_body, read_arguments, shortened
 from .client_session import ClientSession
 from .completions import asked_draft_usage, chat_request, logprob_of, model_name
@@ -109,7 +109,11 @@ def _messages(items: Sequence[Document]) -> list[Document]:
     for item in items:
         kind = item.get("type", "message")
         if kind == "reasoning":
-            parts = [*(item.get("summary") or []), *(item.get("content") or [])]
+            lists = (
+                _objects(item.get(name) or [], f"the {name} of a reasoning item")
+                for name in ("summary", "content")
+            )
+            parts = [part for parts in lists for part in parts]
             thoughts = _text(parts, "a reasoning item")
             if thoughts:
                 answer = _answer_for(messages, ("content", "tool_calls"))
@@ -175,8 +179,8 @@ def _tools(body: Document) -> Document:
     choice = body.get("tool_choice", "auto")
     tools = [_tool(tool) for tool in _functions(given)]
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
-        allowed = choice.get("tools") or []
-        names = [tool.get("name") for tool in allowed if isinstance(tool, dict)]
+        allowed = _objects(choice.get("tools") or [], "the tools of tool_choice")
+        names = [tool.get("name") for tool in allowed]
         tools = [tool for tool in tools if tool["function"]["name"] in names]
         choice = choice.get("mode", "auto")
     elif isinstance(choice, dict) and choice.get("type") == "function":
@@ -188,6 +192,8 @@ def _functions(tools: Sequence[Document]) -> Iterator[Document]:
     """Yield the tools; in a namespace their names begin with it."""
     for tool in tools:
         if tool.get("type") == "namespace":
+            if not isinstance(tool.get("name"), str):
+                raise ValueError("a namespace of tools has no name.")
             for each in _objects(tool.get("tools", []), "the tools of a namespace"):
                 yield each | {"name": _full_name(tool, each)}
         else:
@@ -195,6 +201,10 @@ def _functions(tools: Sequence[Document]) -> Iterator[Document]:
 
 
 def _full_name(space: Document, function: Document) -> str:
+    if not isinstance(function.get("name"), str):
+        raise ValueError(
+            f"a tool of the namespace {shortened(str(space.get('name')))} has no name."
+        )
     return f"{space.get('name')}{IN}{function.get('name')}"
 
 
@@ -230,12 +240,15 @@ def answer(reply: Reply, body: Document) -> None:
         reply.send_json(response)
         return
     reply.begin_events()
-    try:
+
+    def tell(error: Exception) -> None:
+        told = told_as(error)
+        reply.write(events.failed(told))
+        raise told
+
+    with on_error(tell):
         for event in events.of(session):
             reply.write(event)
-    except RequestError as err:
-        reply.write(events.failed(err))
-        raise
 
 
 def _request(

@@ -1,4 +1,4 @@
-"""Paths to post to, and the API that answers at each."""
+"""Paths to post to or to get a document from, and the API that answers at each."""
 
 from functools import partial
 
@@ -7,6 +7,7 @@ from . import completions as openai
 from . import openai_responses as responses
 from .body import check_body
 from .handler import Route
+from .provider import properties
 
 CHAT = Route(partial(check_body, needed="messages"), openai.answer_chat)
 ROUTES = {
@@ -21,3 +22,5 @@ ROUTES = {
     "/tokenize": Route(openai.check_tokenize, openai.tokenize, generates=False),
     "/detokenize": Route(openai.check_detokenize, openai.detokenize, generates=False),
 }
+DOCUMENTS = {"/props": properties}
+"""Paths of documents about the served pair."""

@@ -147,7 +147,7 @@ def test_hosts_that_cannot_be_named(host):
     flags = SimpleNamespace(host=host, port=0)
     generator = SimpleNamespace(metrics=None, cli_args=flags)
     with pytest.raises(ValueError, match=r"cannot listen at .* \(no name of a host\): choose"):
-        PairServer(PairHandler, {}, generator)
+        PairServer(PairHandler, {}, {}, generator)
 
 
 def test_the_limits_are_stated_in_help():

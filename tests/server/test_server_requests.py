@@ -157,12 +157,12 @@ def test_lengths_and_paths_that_are_wrong(server):
 
 def test_bodies_whose_length_is_in_doubt(server):
     """What stands before the server may count otherwise than the server."""
-    headers = {"Transfer-Encoding: chunked": b" 411 ", "Content-Length: 5": b" 400 "}
-    for header, status in headers.items():
+    headers = ("Transfer-Encoding: chunked", "Content-Length: 5")
+    for header in headers:
         with socket.create_connection(server.address, timeout=20) as connection:
             head = f"POST {TEXT} HTTP/1.1\r\nContent-Length: 2\r\n{header}\r\n\r\n"
             connection.sendall(f"{head}{{}}".encode())
-            assert status in connection.recv(100)
+            assert b" 400 " in connection.recv(100)
 
 
 def test_what_clients_send_is_not_repeated_at_length(server):

@@ -31,7 +31,7 @@ from mlx_eagle.server.flags import build_parser
 from mlx_eagle.server.handler import PairHandler
 from mlx_eagle.server.listener import PairServer
 from mlx_eagle.server.provider import PairProvider
-from mlx_eagle.server.routes import ROUTES
+from mlx_eagle.server.routes import DOCUMENTS, ROUTES
 
 # Reading a machine's certificates takes each client 30 ms, and nobody here speaks TLS.
 NO_CERTIFICATES = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -151,7 +151,9 @@ def ours(*flags: str):
     except ValueError:
         generator.stop_and_join()
         raise
-    server = PairServer(PairHandler, ROUTES, generator, read_access(args), open_collector(args))
+    access = read_access(args)
+    collector = open_collector(args)
+    server = PairServer(PairHandler, ROUTES, DOCUMENTS, generator, access, collector)
     return running(server, generator)
 
 
