@@ -59,7 +59,7 @@ Message = GenerationContext | PairResponse | tuple[int, int] | Exception | None
 class RequestError(Exception):
     """A request that is not answered, in one sentence, with its HTTP status.
 
-    ``code`` is the word that clients of the OpenAI API know it by, where they have one.
+    ``code`` is the word that clients of the API know it by, where they have one.
     """
 
     def __init__(self, sentence: str, status: int = 400, code: str | None = None):

@@ -10,12 +10,15 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..system.fields import check_kind
+from ..system.progress import silent
 from .answer_stream import Document, RequestError
-from .body import SCOPE, check_body, read_arguments, shortened
+from .body import check_body, read_arguments, shortened
 from .client_session import ClientSession, Piece
 from .completions import asked_draft_usage, chat_request, model_name
 from .handler import Reply, event_text
+from .message_threads import check_thread
 from .prompt import as_request_errors, encoded, with_one_system
+from .request_fields import OWN, check_fields, is_search
 
 ATTRIBUTION = "x-anthropic-billing-header:"
 """Start of a system block for billing, which changes with every request: not in the prompt."""
@@ -28,69 +31,77 @@ ERRORS = {
     503: "overloaded_error",
 }
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-SAME = (
-    "temperature", "top_p", "top_k", "stream", "model",
-    # ours, besides Anthropic's
-    "num_draft_tokens", "tree", "acceptance", "seed", "reuse_caches", "chat_template_kwargs",
-    "store", "exact", *SCOPE,
-)  # fmt: skip
+SAME = (*OWN, "chat_template_kwargs", "thinking_budget")
 OMITTED = "thoughts_omitted"  # in a translated body: their blocks stay empty
 
 
 def error_document(error: RequestError) -> Document:
     """Return an error in the form of the Anthropic API."""
     otherwise = "invalid_request_error" if error.status < 500 else "api_error"
-    kind = ERRORS.get(error.status, otherwise)
-    return {"type": "error", "error": {"type": kind, "message": str(error)}}
+    found: Document = {"type": ERRORS.get(error.status, otherwise), "message": str(error)}
+    if error.code is not None:
+        found["details"] = {"error_code": error.code}
+    return {"type": "error", "error": found}
 
 
 def check(body: Document) -> Document:
     """Translate a request for a message to the body of a chat. Raises ValueError."""
     if "max_tokens" not in body:
         raise ValueError("the request has no max_tokens.")
-    return translated(body)
+    return check_count(body)
+
+
+def check_count(body: Document) -> Document:
+    """Translate a request whose tokens are counted; return both. Raises ValueError."""
+    check_thread(body)
+    return {"asked": body, "chat": translated(body)}
+
+
+def _joined(reply: Reply, body: Document) -> tuple[Document, Document]:
+    """Return the request with what its thread holds, and its translation. Raises RequestError."""
+    asked = body["asked"]
+    if asked.get("thread", {}).get("type") != "continue":
+        return asked, body["chat"]
+    with as_request_errors():
+        asked = reply.server.threads.join(asked)
+        return asked, translated(asked)
 
 
 def answer(reply: Reply, body: Document) -> None:
     """Answer a translated body. Raises RequestError."""
-    model = model_name(reply, body)
+    asked, chat = _joined(reply, body)
+    model = model_name(reply, chat)
     with as_request_errors():
-        args = read_arguments(body, reply.provider.cli_args, is_chat=True)
-    session = reply.new_session(chat_request(body), args)
+        args = read_arguments(chat, reply.provider.cli_args, is_chat=True)
+    session = reply.new_session(chat_request(chat), args)
     session.submit()
     session.open()
+    blocks = _Blocks(bool(chat.get(OMITTED)))
     message = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant"}
-    message |= {"model": model}
-    if body.get("stream"):
-        for event in _events(reply, session, message, bool(body.get(OMITTED))):
+    message |= {"model": model, "content": blocks.content}
+    message |= {"stop_reason": None, "stop_sequence": None, "usage": _usage(session)}
+    if chat.get("stream"):
+        reply.begin_events()
+    for event in _events(reply, session, message, blocks):
+        if "thread" in asked and message["stop_reason"] is not None:
+            reply.server.threads.keep(asked, message)
+        if reply.is_streaming:
             reply.write(event)
-        return
-    piece = session.whole()
-    blocks: list[Document] = []
-    if piece.reasoning:
-        thoughts = "" if body.get(OMITTED) else piece.reasoning
-        blocks.append({"type": "thinking", "thinking": thoughts, "signature": ""})
-    if piece.text:
-        blocks.append({"type": "text", "text": piece.text})
-    blocks += [
-        _call_block(call, json.loads(call["function"]["arguments"])) for call in piece.calls
-    ]
-    message |= {"content": blocks, "usage": _usage(session)}
-    reply.send_json(message | _end(session, piece))
+    if not reply.is_streaming:
+        reply.send_json(message)
 
 
 def count_tokens(reply: Reply, body: Document) -> None:
     """Answer with the number of prompt tokens of a translated body. Raises RequestError."""
+    _, chat = _joined(reply, body)
     with as_request_errors():
-        args = read_arguments(body, reply.provider.cli_args, is_chat=True)
-        tokens = encoded(chat_request(body), args, reply.provider)
+        args = read_arguments(chat, reply.provider.cli_args, is_chat=True)
+        tokens = encoded(chat_request(chat), args, reply.provider)
     reply.send_json({"input_tokens": len(tokens)})
 
 
 def translated(body: Document) -> Document:
     """Translate a request whose tokens are counted; ``max_tokens`` may be missing."""
-    if body.get("mcp_servers"):
-        raise ValueError("mcp_servers are not supported: let the client call them.")
     chat: Document = {name: body[name] for name in SAME if name in body}
     chat["max_tokens"] = body.get("max_tokens", 1)
     user = check_kind("metadata", body.get("metadata") or {}, dict).get("user_id")
@@ -107,9 +118,10 @@ def translated(body: Document) -> Document:
     if chat["messages"][-1]["role"] == "assistant":
         raise ValueError("the last message is not the user's: an answer cannot be gone on with.")
     if tools := check_kind("tools", body.get("tools", []), list):
-        chat["tools"] = [_tool(tool) for tool in tools]
+        chat["tools"] = [_tool(tool) for tool in tools if not is_search(tool)]
     chat |= _choice(body.get("tool_choice", {"type": "auto"})) | _form(body)
     chat |= _thinking(body.get("thinking", {"type": "adaptive"}))
+    check_fields(body, "messages", chat)
     check_body(chat, "messages")
     return chat
 
@@ -235,11 +247,6 @@ def _thinking(thinking: Any) -> Document:
     return found | ({OMITTED: True} if thinking.get("display") == "omitted" else {})
 
 
-def _call_block(call: Document, arguments: Any) -> Document:
-    name = call["function"]["name"]
-    return {"type": "tool_use", "id": call["id"], "name": name, "input": arguments}
-
-
 def _usage(session: ClientSession) -> Document:
     return {
         "input_tokens": len(session.prompt) - session.num_cached,
@@ -262,60 +269,69 @@ def _event(kind: str, **fields: Any) -> str:
 
 
 class _Blocks:
-    """Events of an answer's blocks, one of which is open at a time."""
+    """Blocks of an answer, which grow with their events; one is open at a time."""
 
-    def __init__(self) -> None:
-        self.index = -1
-        self._kind: str | None = None
+    def __init__(self, omits_thoughts: bool) -> None:
+        self.content: list[Document] = []
+        self._omits_thoughts = omits_thoughts
+        self._is_open = False
 
     def add(self, kind: str, text: str) -> Iterator[str]:
         """Add text or thoughts to the open block if it is of this kind, else to a new one."""
-        if self._kind != kind:
+        if not self._is_open or self.content[-1]["type"] != kind:
             empty = {"signature": ""} if kind == "thinking" else {}
-            yield from self.open({"type": kind, kind: "", **empty})
-        if text:
-            yield self._delta(type=f"{kind}_delta", **{kind: text})
-
-    def open(self, block: Document) -> Iterator[str]:
-        """Open a new block, and end the last one."""
-        yield from self.close()
-        self.index += 1
-        self._kind = block["type"]
-        yield _event("content_block_start", index=self.index, content_block=block)
+            yield from self._open({"type": kind, kind: "", **empty})
+        if kind == "thinking" and self._omits_thoughts:
+            return
+        self.content[-1][kind] += text
+        yield self._delta(type=f"{kind}_delta", **{kind: text})
 
     def call(self, call: Document) -> Iterator[str]:
-        """Open a block for a whole call."""
-        yield from self.open(_call_block(call, {}))
-        yield self._delta(type="input_json_delta", partial_json=call["function"]["arguments"])
+        """Add a block for a whole call."""
+        function = call["function"]
+        block = {"type": "tool_use", "id": call["id"], "name": function["name"], "input": {}}
+        yield from self._open(block)
+        block["input"] = json.loads(function["arguments"])
+        yield self._delta(type="input_json_delta", partial_json=function["arguments"])
 
     def close(self) -> Iterator[str]:
         """End the block that is open."""
-        if self._kind is None:
+        if not self._is_open:
             return
-        if self._kind == "thinking":
+        if self.content[-1]["type"] == "thinking":
             yield self._delta(type="signature_delta", signature="")
-        self._kind = None
-        yield _event("content_block_stop", index=self.index)
+        self._is_open = False
+        yield _event("content_block_stop", index=len(self.content) - 1)
+
+    def _open(self, block: Document) -> Iterator[str]:
+        """Open a new block, and end the last one."""
+        yield from self.close()
+        self.content.append(block)
+        self._is_open = True
+        index = len(self.content) - 1
+        yield _event("content_block_start", index=index, content_block=block)
 
     def _delta(self, **delta: Any) -> str:
-        return _event("content_block_delta", index=self.index, delta=delta)
+        return _event("content_block_delta", index=len(self.content) - 1, delta=delta)
 
 
 def _events(
-    reply: Reply, session: ClientSession, message: Document, omits_thoughts: bool
+    reply: Reply, session: ClientSession, message: Document, blocks: _Blocks
 ) -> Iterator[str]:
-    reply.begin_events()
-    start = message | {"content": [], "stop_reason": None, "stop_sequence": None}
-    yield _event("message_start", message=start | {"usage": _usage(session)})
-    yield _event("ping")
-    blocks = _Blocks()
-    for piece in session.pieces(lambda done, total: reply.write(_event("ping")), is_stream=True):
+    """Yield the events of an answer; ``message`` is whole before the last two."""
+    yield _event("message_start", message=message)
+    ping = _event("ping")
+    yield ping
+    progress = (lambda done, total: reply.write(ping)) if reply.is_streaming else silent
+    for piece in session.pieces(progress, is_stream=True):
         if piece.reasoning:
-            yield from blocks.add("thinking", "" if omits_thoughts else piece.reasoning)
+            yield from blocks.add("thinking", piece.reasoning)
         if piece.text:
             yield from blocks.add("text", piece.text)
         for call in piece.calls:
             yield from blocks.call(call)
     yield from blocks.close()
-    yield _event("message_delta", delta=_end(session, piece), usage=_usage(session))
+    end = _end(session, piece)
+    message |= end | {"usage": _usage(session)}
+    yield _event("message_delta", delta=end, usage=message["usage"])
     yield _event("message_stop")

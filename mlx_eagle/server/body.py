@@ -24,6 +24,7 @@ from ..drafters.earlier_answers import Scope
 from ..structured import Grammar
 from ..system.fields import check_kind, kind_of
 from .grammars import Form, read_form
+from .request_fields import check_fields, is_search
 
 MAX_DRAFT_TOKENS = 64
 MAX_TREE_NODES = 256
@@ -96,7 +97,6 @@ KINDS: dict[type, tuple[str, ...]] = {
         "reuse_caches", "store", "exact",
     ),
 }  # fmt: skip
-UNSUPPORTED = ("suffix", "audio", "web_search_options", "verbosity", "guided_json")
 TEMPLATE_OPTIONS = frozenset({
     "self", "conversation", "messages", "tools", "chat_template", "add_generation_prompt",
     "continue_final_message", "tokenize", "sanitize_control_tokens", "padding", "truncation",
@@ -158,6 +158,7 @@ def check_body(body: dict[str, Any], needed: str) -> dict[str, Any]:
 
     Numbers that may have a fraction become floats: mlx-lm takes some of them in no other form.
     """
+    check_fields(body, "chat" if needed == "messages" else "text", body)
     for name, bounds in NUMBERS.items():
         if name in body:
             bounds.check(name, body[name])
@@ -180,6 +181,8 @@ def check_body(body: dict[str, Any], needed: str) -> dict[str, Any]:
         check_kind(f"stream_options.{name}", value, bool)
     for tool in body.get("tools", []):
         check_kind("a tool", tool, dict)
+    if any(map(is_search, body.get("tools", []))):
+        body["tools"] = [tool for tool in body["tools"] if not is_search(tool)]
     _check_logprobs(body, needed)
     _check_promises(body)
     _check_stop(body.get("stop", []))
@@ -320,9 +323,6 @@ def _check_promises(body: dict[str, Any]) -> None:
     for name in ("functions", "function_call"):
         if name in body:
             raise ValueError(f"{name} is not supported: give tools instead.")
-    for name in UNSUPPORTED:
-        if body.get(name):
-            raise ValueError(f"{name} is not supported: leave it out.")
     if body.get("echo") and body.get("logprobs", False) is not False:
         raise ValueError("echo and logprobs together are not supported: leave one out.")
     if "adapters" in body:

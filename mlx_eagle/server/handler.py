@@ -26,6 +26,7 @@ from .client_session import ClientSession
 from .listener import PairServer, Presence, RequestReader, drain
 from .metrics import CONTENT_TYPE, RequestOutcome
 from .provider import PairProvider, models
+from .request_fields import ignored_fields
 from .request_framing import HeadLines, check_head, has_body, read_body_of
 
 LARGE = 2**16  # bytes of a body; larger ones are read into fields one after the other
@@ -68,10 +69,12 @@ def _digest(text: str) -> str:
 class Route:
     """A path for POST: ``check`` gives the fields to ``answer``, or raises ValueError.
 
+    ``fields``: the kind of its fields, a key of ``KNOWN``.
     ``generates``: it counts as a request to generate. ``streams_errors``: a stream that breaks off
     ends with an error event; else ``answer`` has sent it.
     """
 
+    fields: str
     check: Callable[[dict[str, Any]], dict[str, Any]]
     answer: Callable[["Reply", dict[str, Any]], None]
     generates: bool = True
@@ -80,7 +83,7 @@ class Route:
 
 
 RESPONSES = "/v1/responses/"  # and the name of one that is kept
-NO_ROUTE = Route(dict, lambda reply, body: None)
+NO_ROUTE = Route("tokens", dict, lambda reply, body: None)
 EXTRA_HEADERS = {401: {"WWW-Authenticate": 'Bearer realm="mlx-eagle"'}, 503: {"Retry-After": "5"}}
 
 
@@ -209,6 +212,7 @@ class PairHandler(Reply):
         self.num_bytes = 0  # of the body
         self.status = 0
         self.reason = ""
+        self.ignored: list[str] = []  # fields of the body
         self.is_streaming = self.is_answering = self.is_body_unread = False
         self.outcome: RequestOutcome | None = None  # of a request to generate
         self.route = NO_ROUTE
@@ -347,7 +351,9 @@ class PairHandler(Reply):
         try:
             # One at a time: hostile ones together would leave no time to generate.
             with self.server.large_bodies if len(raw) > LARGE else nullcontext():
-                return self.route.check(read_body(raw))
+                body = read_body(raw)
+                self.ignored = ignored_fields(body, self.route.fields)
+                return self.route.check(body)
         except ValueError as err:
             raise RequestError(str(err)) from err
 
@@ -415,6 +421,8 @@ class PairHandler(Reply):
                 f"generated in {seconds:.2f} s, {num_generated / busy:.1f} tokens/s, mean "
                 f"acceptance length {tau:.2f}"
             )
+        if self.ignored:
+            line += f", ignored {shortened(', '.join(self.ignored))}"
         if self.reason:
             line += f": {self.reason}"
         return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in line)

@@ -16,27 +16,25 @@ from mlx_lm.server import CompletionRequest
 from ..system.fields import check_kind
 from ..system.progress import silent
 from .answer_stream import Document, RequestError, on_error, told_as
-from .body import SCOPE, PairArguments, check_body, read_arguments, shortened
+from .body import PairArguments, check_body, read_arguments, shortened
 from .client_session import ClientSession
 from .completions import asked_draft_usage, chat_request, logprob_of, model_name
 from .handler import Reply, event_text
-from .prompt import as_request_errors, with_one_system, without_oldest
+from .prompt import as_request_errors, encoded, with_one_system, without_oldest
+from .request_fields import OWN, check_fields, is_search
+from .stored_responses import is_reference
 
 SAME = (
-    "model", "stream", "temperature", "top_p", "parallel_tool_calls", "top_logprobs",
-    "num_draft_tokens", "tree", "acceptance", "seed", "reuse_caches", "chat_template_kwargs",
-    "stop", "top_k", "min_p", "logit_bias", "thinking_budget", "presence_penalty",
-    "frequency_penalty", "repetition_penalty", "store", "exact", *SCOPE,
+    *OWN, "parallel_tool_calls", "top_logprobs", "chat_template_kwargs", "stop", "thinking_budget",
 )  # fmt: skip
 """Fields with the same meaning as in a chat."""
 OTHER_NAMES = {
     "messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format",
     "max_completion_tokens": "max_output_tokens", "reasoning_effort": "reasoning.effort",
-    "n": "several requests",
+    "n": "several requests", "prompt": "input",
 }  # fmt: skip
 """Fields of a chat, with the fields that this API has instead."""
 IN = "__"  # between a namespace of tools and the name of one
-UNSUPPORTED = ("background", "conversation", "prompt", "context_management", "moderation", "image")
 ECHOED = (
     "instructions", "max_output_tokens", "max_tool_calls", "metadata", "previous_response_id",
     "prompt_cache_key", "safety_identifier", "user",
@@ -54,16 +52,14 @@ def check(body: Document) -> Document:
     for name, instead in OTHER_NAMES.items():
         if name in body:
             raise ValueError(f"{name} is not a field of /v1/responses: give {instead}.")
-    for name in UNSUPPORTED:
-        if body.get(name):
-            raise ValueError(f"{name} is not supported: leave it out.")
     for kind, names in TYPES.items():
         for name in names:
             check_kind(name, body.get(name, kind()), kind)
     if body.get("truncation", "disabled") not in ("auto", "disabled"):
         raise ValueError("truncation is unknown: give 'auto' or 'disabled'.")
     chat: Document = {name: body[name] for name in SAME if name in body}
-    chat["messages"] = _messages(_items(body.get("input")))
+    own = [item for item in _items(body.get("input")) if not is_reference(item)]
+    chat["messages"] = _messages(own) or [{"role": "user", "content": ""}]
     if "max_output_tokens" in body:
         chat["max_tokens"] = body["max_output_tokens"]
     if "message.output_text.logprobs" in body.get("include", []) or "top_logprobs" in body:
@@ -71,6 +67,7 @@ def check(body: Document) -> Document:
     if "effort" in body.get("reasoning", {}):
         chat["reasoning_effort"] = body["reasoning"]["effort"]
     chat |= _form(body.get("text", {})) | _tools(body)
+    check_fields(body, "responses", chat)
     check_body(chat, "messages")
     return {"asked": body, "chat": chat}
 
@@ -165,12 +162,11 @@ def _call(item: Document) -> Document:
 
 def _form(text: Document) -> Document:
     """Translate the field ``text``."""
-    found = {"verbosity": text["verbosity"]} if "verbosity" in text else {}
     form = text.get("format")
     if isinstance(form, dict) and form.get("type") == "json_schema":
         schema = {name: value for name, value in form.items() if name != "type"}
         form = {"type": "json_schema", "json_schema": schema}
-    return found if form is None else found | {"response_format": form}
+    return {} if form is None else {"response_format": form}
 
 
 def _tools(body: Document) -> Document:
@@ -196,7 +192,7 @@ def _functions(tools: Sequence[Document]) -> Iterator[Document]:
                 raise ValueError("a namespace of tools has no name.")
             for each in _objects(tool.get("tools", []), "the tools of a namespace"):
                 yield each | {"name": _full_name(tool, each)}
-        else:
+        elif not is_search(tool):
             yield tool
 
 
@@ -222,10 +218,7 @@ def answer(reply: Reply, body: Document) -> None:
     """Answer a translated body. Raises RequestError."""
     asked = body["asked"]
     chat = body["chat"]
-    items = _items(asked["input"])
-    if previous := asked.get("previous_response_id"):
-        before, earlier = reply.server.stored.find(previous, status=400)
-        items = [*earlier, *before["output"], *items]
+    items = _conversation(reply, asked)
     with as_request_errors():
         args = read_arguments(chat, reply.provider.cli_args, is_chat=True)
         request = _request(reply, asked, chat, items, args)
@@ -249,6 +242,25 @@ def answer(reply: Reply, body: Document) -> None:
     with on_error(tell):
         for event in events.of(session):
             reply.write(event)
+
+
+def count_tokens(reply: Reply, body: Document) -> None:
+    """Answer with the number of prompt tokens of a translated body. Raises RequestError."""
+    items = _conversation(reply, body["asked"])
+    with as_request_errors():
+        args = read_arguments(body["chat"], reply.provider.cli_args, is_chat=True)
+        request = _request(reply, body["asked"], body["chat"], items, args)
+        tokens = encoded(request, args, reply.provider)
+    reply.send_json({"object": "response.input_tokens", "input_tokens": len(tokens)})
+
+
+def _conversation(reply: Reply, asked: Document) -> list[Document]:
+    """Return the items of a request and all before them that are kept. Raises RequestError."""
+    items = reply.server.stored.resolve(_items(asked["input"]))
+    if previous := asked.get("previous_response_id"):
+        before, earlier = reply.server.stored.find(previous, status=400)
+        items = [*earlier, *before["output"], *items]
+    return items
 
 
 def _request(

@@ -4,6 +4,7 @@ A prompt that is far too long is refused before all of it is tokenized. mlx-lm's
 the tokens.
 """
 
+import logging
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -194,7 +195,8 @@ def template_options(
 ) -> dict[str, Any]:
     """Return the arguments of the chat template besides messages and tools.
 
-    Raises ValueError for tools, or a reasoning effort, that the template would ignore.
+    Raises ValueError for tools that the template would ignore; the log names an effort of
+    reasoning that it does.
     """
     tokenizer = provider.tokenizer
     options = provider.cli_args.chat_template_args | (args.chat_template_kwargs or {})
@@ -215,9 +217,9 @@ def template_options(
         if len(texts) > 1:
             value = effort if name == "reasoning_effort" else effort not in ("none", "minimal")
             return options | {name: value}
-    if args.reasoning_effort is None:
-        return options  # thoughts are ended where they begin
-    raise ValueError("the chat template of this model knows no reasoning_effort: leave it out.")
+    if args.reasoning_effort is not None:
+        logging.info("reasoning_effort is ignored: the chat template of this model knows none.")
+    return options  # with a budget, thoughts are ended where they begin
 
 
 def message_ends(

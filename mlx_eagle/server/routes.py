@@ -9,18 +9,20 @@ from .body import check_body
 from .handler import Route
 from .provider import properties
 
-CHAT = Route(partial(check_body, needed="messages"), openai.answer_chat)
+CHAT = Route("chat", partial(check_body, needed="messages"), openai.answer_chat)
 ROUTES = {
     "/v1/chat/completions": CHAT,
     "/chat/completions": CHAT,
-    "/v1/completions": Route(partial(check_body, needed="prompt"), openai.answer_text),
-    "/v1/responses": Route(responses.check, responses.answer, streams_errors=False),
-    "/v1/messages": Route(anthropic.check, anthropic.answer, True, anthropic.error_document),
-    "/v1/messages/count_tokens": Route(
-        anthropic.translated, anthropic.count_tokens, False, anthropic.error_document
+    "/v1/completions": Route("text", partial(check_body, needed="prompt"), openai.answer_text),
+    "/v1/responses": Route("responses", responses.check, responses.answer, streams_errors=False),
+    "/v1/messages": Route(
+        "messages", anthropic.check, anthropic.answer, True, anthropic.error_document
     ),
-    "/tokenize": Route(openai.check_tokenize, openai.tokenize, generates=False),
-    "/detokenize": Route(openai.check_detokenize, openai.detokenize, generates=False),
+    "/v1/messages/count_tokens": Route(
+        "messages", anthropic.check_count, anthropic.count_tokens, False, anthropic.error_document
+    ),
+    "/tokenize": Route("tokens", openai.check_tokenize, openai.tokenize, generates=False),
+    "/detokenize": Route("tokens", openai.check_detokenize, openai.detokenize, generates=False),
 }
 DOCUMENTS = {"/props": properties}
 """Paths of documents about the served pair."""

@@ -1,56 +1,60 @@
 """Stored responses: kept in memory for an hour, to be shown, deleted and continued."""
 
-import json
-import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from threading import Lock
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from urllib.parse import parse_qsl
 
 from .answer_stream import Document, RequestError
 from .body import shortened
+from .kept import Kept
 
-KEPT_SECONDS = 3600.0  # for a client to continue a response
-KEPT_BYTES = 100_000_000  # of JSON: a thousand turns of 100 kB
 PAGE = 20  # items, as OpenAI's server has them
 MOST_SHOWN = 100  # items, as there
 
 
-class StoredResponses:
+class StoredResponses(Kept):
     """Responses with their conversations, in memory: the oldest leave first."""
 
-    def __init__(
-        self,
-        seconds: float = KEPT_SECONDS,
-        max_bytes: int = KEPT_BYTES,
-        clock: Callable[[], float] = time.monotonic,
-    ):
-        self._seconds = seconds
-        self._max_bytes = max_bytes
-        self._clock = clock
-        self._kept: dict[str, tuple[float, bytes]] = {}
-        self._lock = Lock()
+    _holders: Mapping[str, str] = MappingProxyType({})
+    """By the name of an item, the last response that has it."""
 
     def keep(self, response: Document, items: Sequence[Document]) -> None:
         """Keep a response with all items of the conversation that it answers."""
-        content = json.dumps([response, [_complete(item) for item in items]]).encode()
+        name = response["id"]
+        complete = [_complete(item) for item in items]
+        self.put(name, [response, complete])
         with self._lock:
-            self._kept[response["id"]] = (self._clock(), content)
-            self._drop()
+            there = (each["id"] for each in (*complete, *response["output"]))
+            here = {item: name for item in there if isinstance(item, str)}  # clients name theirs
+            known = {item: held for item, held in self._holders.items() if held in self._kept}
+            self._holders = known | here
+
+    def resolve(self, items: Sequence[Document]) -> list[Document]:
+        """Return the items, each reference replaced by what it means. Raises RequestError."""
+        return [self._item(each["id"]) if is_reference(each) else each for each in items]
+
+    def _item(self, name: str) -> Document:
+        response, items = self.get(self._holders.get(name, "")) or ({"output": []}, [])
+        for item in (*response["output"], *items):
+            if item["id"] == name:
+                return dict(item)
+        raise RequestError(
+            f"there is no item {shortened(name)}: those of responses are kept {self.terms}, "
+            "unless store is false.",
+            404,
+        )
 
     def find(self, name: str, status: int = 404) -> tuple[Document, list[Document]]:
         """Return copies of a response and the items it answers. Raises RequestError."""
-        with self._lock:
-            self._drop()
-            found = self._kept.get(name)
+        found = self.get(name)
         if found is None:
             raise RequestError(
-                f"there is no response {shortened(name)}: each is kept for "
-                f"{self._seconds / 60:.0f} minutes, until the server stops, unless store is "
-                "false.",
+                f"there is no response {shortened(name)}: each is kept {self.terms}, unless store "
+                "is false.",
                 status,
             )
-        response, items = json.loads(found[1])
+        response, items = found
         return response, items
 
     def show(self, path: str, query: str) -> Document:
@@ -69,18 +73,18 @@ class StoredResponses:
     def delete(self, name: str) -> Document:
         """Delete a response. Raises RequestError."""
         self.find(name)
-        with self._lock:
-            self._kept.pop(name, None)
+        self.remove(name)
         return {"id": name, "object": "response", "deleted": True}
 
-    def _drop(self) -> None:
-        size = sum(len(content) for _, content in self._kept.values())
-        oldest = self._clock() - self._seconds
-        for name, (since, content) in list(self._kept.items()):
-            if since > oldest and size <= self._max_bytes:
-                return
-            size -= len(content)
-            del self._kept[name]
+
+def is_reference(item: Document) -> bool:
+    """Whether an item only names another; then it need not say its type. Raises ValueError."""
+    kind = item.get("type")
+    if kind != "item_reference" and (kind is not None or item.keys() - {"id", "type"}):
+        return False
+    if not isinstance(item.get("id"), str):
+        raise ValueError("an item_reference has no id.")
+    return True
 
 
 def _complete(item: Document) -> Document:

@@ -299,8 +299,8 @@ WRONG = {
     ),
     "system": ({"system": 5}, "system is something else than a text"),
     "a tool of theirs": (
-        {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
-        "web_search is none of the client's own",
+        {"tools": [{"type": "code_execution_20250522", "name": "code_execution"}]},
+        "code_execution is none of the client's own",
     ),
     "a forced tool": ({"tool_choice": {"type": "any"}}, "forces a call, but the tool is not"),
     "a bomb in a tool": (
@@ -354,3 +354,71 @@ def test_errors_by_their_kind(server, anthropic):
     with pytest.raises(anthropic.NotFoundError) as error:
         server.own.messages.batches.create(requests=[])
     assert error.value.body["error"]["type"] == "not_found_error"
+
+
+def test_a_tool_runner_keeps_its_conversation(server, anthropic):
+    """It sends the new messages alone: the answer is that to the whole conversation."""
+
+    @anthropic.beta_tool
+    def get_weather(city: str) -> str:
+        """Say the weather.
+
+        Args:
+            city: Where.
+        """
+        return f"^22 in {city}"
+
+    fields = {"model": "local", "max_tokens": 60, "tools": [get_weather]}
+    fields |= {"messages": [{"role": "user", "content": "Please @"}], "system": "Be brief."}
+    seen = {}
+    for is_kept in (True, False):
+        more = {} if is_kept else {"thread": False}
+        runner = server.own.beta.messages.tool_runner(**fields, **more)
+        seen[is_kept] = [(blocks_of(each), each.usage) for each in runner]
+    assert [blocks for blocks, _ in seen[True]] == [blocks for blocks, _ in seen[False]]
+    assert len(seen[True]) == 2
+    sizes = {
+        is_kept: [use.input_tokens + use.cache_read_input_tokens for _, use in answers]
+        for is_kept, answers in seen.items()
+    }
+    assert sizes[True] == sizes[False]
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_threads(server, anthropic, is_stream):
+    def ask(content: str, thread: dict, **more):
+        fields = {"model": "local", "max_tokens": 60, "extra_body": {"thread": thread}} | more
+        fields["messages"] = [{"role": "user", "content": content}]
+        if not is_stream:
+            return server.own.messages.create(**fields)
+        with server.own.messages.stream(**fields) as stream:
+            return stream.get_final_message()
+
+    def size(message) -> int:
+        return message.usage.input_tokens + message.usage.cache_read_input_tokens
+
+    first = ask("Please !", {"type": "create"}, tools=OWN_TOOLS, system="Be brief.")
+    behind = {"type": "continue", "previous_message_id": first.id}
+    second = ask("Please ~", behind)
+    said = [("user", "Please !"), ("assistant", "Hello there."), ("user", "Please ~")]
+    whole = question("", system="Be brief.")
+    whole["messages"] = [{"role": role, "content": text} for role, text in said]
+    alone = server.own.messages.create(**whole)
+    assert blocks_of(second) == blocks_of(alone) and size(second) == size(alone)
+    third = ask("Please !", {"type": "continue", "previous_message_id": second.id})
+    assert size(third) > size(second)
+    with pytest.raises(anthropic.NotFoundError) as lost:
+        ask("Please !", {"type": "continue", "previous_message_id": "msg_0"})
+    assert lost.value.body["error"]["details"] == {"error_code": "thread_not_found"}
+    with pytest.raises(anthropic.BadRequestError, match="system differs") as other:
+        ask("Please !", behind, system="Be long.")
+    details = other.value.body["error"]["details"]
+    assert details == {"error_code": "thread_fingerprint_mismatch"}
+    for wrong in ("create", {"type": "fork"}, {"type": "continue"}):
+        with pytest.raises(anthropic.BadRequestError, match="thread"):
+            ask("Please !", wrong)
+    body = {"messages": [{"role": "user", "content": "Please ~"}], "thread": behind}
+    _, count = ask_json(
+        server, "/v1/messages/count_tokens", body, head={"Authorization": f"Bearer {KEY}"}
+    )
+    assert count == {"input_tokens": size(alone)}

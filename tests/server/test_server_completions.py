@@ -227,7 +227,6 @@ def test_properties(server, pair):
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 IGNORED = {
     "tools": ({"tools": [TOOL]}, "takes no tools: leave them out"),
-    "effort": ({"reasoning_effort": "low"}, "knows no reasoning_effort: leave it out"),
     "a form": ({"response_format": {"type": "json_object"}}, "nothing satisfies it"),
     "a function": ({"tools": [{"function": 5}]}, "a tool's function is a number: give an object"),
 }

@@ -216,6 +216,30 @@ def test_a_conversation_that_the_server_keeps(server):
     assert client.retrieve(second.id).output_text == "It has 22 degrees."
 
 
+def test_items_that_are_named_only(server):
+    """As Vercel's `ai` sends them: the prompt is that of the items themselves."""
+    first = ask(server, "@", instructions="Be brief.")
+    question = {"role": "user", "content": "Please @"}
+    result = RESULT | {"call_id": first.output[-1].call_id, "output": "^"}
+    named = [{"type": "item_reference", "id": item.id} for item in first.output]
+    named[0].pop("type")  # OpenAI's API asks for none
+    second = ask(server, "", input=[question, *named, result])
+    whole = ask(server, "", input=[question, *first.output, result])
+    assert items_of(second) == items_of(whole) == [("message", "It has 22 degrees.")]
+    assert second.usage.input_tokens == whole.usage.input_tokens
+    (asked, *_) = server.client.responses.input_items.list(second.id, order="asc")
+    alone = ask(server, "", input=[{"type": "item_reference", "id": asked.id}])
+    assert items_of(alone) == items_of(first)
+    ask(server, "", input=[question | {"id": ["no name"]}])  # and is kept
+    server.client.responses.delete(first.id)
+    server.client.responses.delete(second.id)
+    server.client.responses.delete(whole.id)
+    with pytest.raises(openai.NotFoundError, match="there is no item msg_"):
+        ask(server, "", input=[question, *named])
+    with pytest.raises(openai.BadRequestError, match="an item_reference has no id"):
+        ask(server, "", input=[{"type": "item_reference"}])
+
+
 def test_the_items_that_a_response_answers(server):
     """All of the conversation before it, page by page in either order, by OpenAI's client."""
     first = ask(server, "@", instructions="Be brief.")
@@ -281,16 +305,16 @@ def test_what_is_kept_is_bounded_in_time_and_size():
 
     for name in "abcd":
         now[0] += 20
-        store.keep({"id": name, "text": "x" * 300}, [])
-    assert names() == "bcd" and len(store._kept["b"][1]) > 300  # a is an hour old
+        store.keep({"id": name, "output": [], "text": "x" * 290}, [])
+    assert names() == "bcd" and len(store._kept["b"][1]) > 290  # a is an hour old
     assert store.find("b")[0]["id"] == "b"
-    store.keep({"id": "e", "text": "x" * 300}, [])
+    store.keep({"id": "e", "output": [], "text": "x" * 290}, [])
     assert names() == "cde"  # no more than 1000 bytes
     now[0] += 60
     with pytest.raises(RequestError, match="there is no response e: each is kept for 1 minutes"):
         store.find("e")
     assert names() == ""
-    store.keep({"id": "f", "text": "x" * 2000}, [])
+    store.keep({"id": "f", "output": [], "text": "x" * 2000}, [])
     assert names() == ""
 
 
@@ -348,14 +372,25 @@ WRONG = {
         "a part of type 'input_image': only text",
     ),
     "a part": ({"input": [USER | {"content": [{"type": "input_text"}]}]}, "only text can be"),
-    "another item": ({"input": [USER, {"type": "item_reference", "id": "x"}]}, "'item_reference'"),
+    "another item": ({"input": [USER, {"type": "computer_call", "id": "x"}]}, "'computer_call'"),
+    "thoughts": (
+        {"input": [USER, {"type": "reasoning", "summary": 5}]},
+        "the summary of a reasoning",
+    ),
+    "allowed": (
+        {"tool_choice": {"type": "allowed_tools", "tools": 5}},
+        "the tools of tool_choice",
+    ),
     "no call": ({"input": [USER, {"type": "function_call", "name": "f"}]}, "has no call_id"),
     "bad arguments": ({"input": [USER, CALL | {"arguments": "{"}, RESULT]}, "are not JSON"),
     "a result": ({"input": [USER, RESULT | {"call_id": None}]}, "no call_id"),
-    "thoughts": ({"input": [USER, {"type": "reasoning", "summary": [5]}]}, "a reasoning item"),
+    "parts of thoughts": (
+        {"input": [USER, {"type": "reasoning", "summary": [5]}]},
+        "a reasoning item",
+    ),
     "instructions": ({"instructions": 5}, "instructions is a number: give a string"),
     "metadata": ({"metadata": []}, "metadata is a list: give an object"),
-    "a foreign tool": ({"tools": [{"type": "web_search"}]}, "web_search is no function"),
+    "a foreign tool": ({"tools": [{"type": "local_shell"}]}, "local_shell is no function"),
     "a bomb in a tool": (
         {
             "tools": [
@@ -386,7 +421,6 @@ WRONG = {
     "cut": ({"truncation": "last"}, "truncation is unknown: give 'auto' or 'disabled'"),
     "hot": ({"temperature": -1}, "temperature is -1"),
     "a limit": ({"max_output_tokens": "x"}, "max_tokens is a string"),
-    "effort": ({"reasoning": {"effort": "low"}}, "knows no reasoning_effort"),
     "a stop word": ({"stop": [5]}, "stop is something else"),
 }
 

@@ -272,7 +272,7 @@ def malformed(path: str, dice: random.Random) -> bytes:
         return json.dumps(fields | {name: dice.choice(VALUES)}).encode()
     if path in (MESSAGES, RESPONSES):
         strange = [{"input" if path == RESPONSES else "messages": [dice.choice(MALFORMED_BLOCKS)]}]
-        strange += [{"tools": [{"type": "web_search"}]}, {"tools": 5}, {"tool_choice": []}]
+        strange += [{"tools": [{"type": "local_shell"}]}, {"tools": 5}, {"tool_choice": []}]
         strange += [{"thinking": "x", "previous_response_id": "resp_0"}]
         return json.dumps(fields | dice.choice(strange)).encode()
     return dice.choice(MALFORMED)
