@@ -170,8 +170,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mlx_eagle.server",
         description="mlx-lm's HTTP server with a draft model. It serves /v1/chat/completions, "
-        "/v1/completions, /v1/responses, /v1/messages, /v1/models, /health, /metrics for "
-        "Prometheus, and a page to talk to at /.",
+        "/v1/completions, /v1/responses, /v1/messages, /v1/models, Ollama's /api/chat and "
+        "/api/generate, /health, /metrics for Prometheus, and a page to talk to at /.",
     )
     for name, (kind, default, text) in FLAGS.items():
         shown = f"{text} (default: {default})" if default not in (None, "") else text

@@ -9,6 +9,7 @@ import html
 import io
 import json
 import logging
+import re
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -84,7 +85,21 @@ class Route:
 
 RESPONSES = "/v1/responses/"  # and the name of one that is kept
 NO_ROUTE = Route("tokens", dict, lambda reply, body: None)
+RUNNING = "Ollama is running"  # at ``/``, by which clients of its API recognise a server
 EXTRA_HEADERS = {401: {"WWW-Authenticate": 'Bearer realm="mlx-eagle"'}, 503: {"Retry-After": "5"}}
+
+
+def known_path(path: str, routes: Mapping[str, Route]) -> str:
+    """Return the path that a client means which has put its address together differently.
+
+    With a slash too many, with ``/v1`` twice, or without it.
+    """
+    path = re.sub("/+", "/", path).rstrip("/") or "/"
+    while path.startswith("/v1/v1/"):
+        path = path.removeprefix("/v1")
+    longer = f"/v1{path}"
+    is_named = f"{longer}/".startswith(("/v1/models/", RESPONSES))
+    return longer if longer in routes or is_named else path
 
 
 def event_text(document: Document, name: str = "") -> str:
@@ -134,11 +149,11 @@ class Reply(BaseHTTPRequestHandler):
         """Send a whole answer."""
         self.send(status, "application/json", json.dumps(document).encode())
 
-    def begin_events(self) -> None:
+    def begin_events(self, content_type: str = "text/event-stream") -> None:
         """Send the head of a stream."""
         self.is_streaming = self.close_connection = True
         self.send_response(200)
-        self.send_header("Content-type", "text/event-stream")
+        self.send_header("Content-type", content_type)
         self.send_header("Cache-Control", "no-cache")
         self._end_head()
 
@@ -248,8 +263,11 @@ class PairHandler(Reply):
             self.close_connection = self.is_body_unread = True
         self.path, _, self.query = self.path.partition("#")[0].partition("?")
         routes = self.server.routes
-        above = "/v1/messages" if self.path.startswith("/v1/messages/") else ""
-        self.route = routes.get(self.path) or routes.get(above, NO_ROUTE)
+        self.path = known_path(self.path, routes)
+        # Below these, what is not there is refused as they refuse.
+        above = {"/v1/messages/": "/v1/messages", "/api/": "/api/show"}
+        likes = [path for start, path in above.items() if self.path.startswith(start)]
+        self.route = routes.get(self.path) or routes.get("".join(likes), NO_ROUTE)
         return True
 
     def finish(self) -> None:
@@ -268,9 +286,11 @@ class PairHandler(Reply):
             self._check_access()
             if self.server.is_stopping:
                 raise RequestError("the server is stopping.", 503)
-            if self.path not in self.server.routes:
+            routes = self.server.routes
+            if self.path not in routes:
+                known = ", ".join(path for path, route in routes.items() if route.generates)
                 path = shortened(self.path)
-                raise RequestError(f"nothing is at {path}: post to /v1/chat/completions.", 404)
+                raise RequestError(f"nothing is at {path}: post to {known}.", 404)
             raw = self._read()
             self.is_body_unread = False
             self.close_connection = closes
@@ -286,7 +306,9 @@ class PairHandler(Reply):
     def do_GET(self) -> None:
         """Send the page, models, metrics, health, properties, or a stored response."""
         self._check_access()
-        if self.path == "/":
+        if self.path == "/" and "text/html" not in self.headers.get("Accept", ""):
+            self.send(200, "text/plain; charset=utf-8", RUNNING.encode())
+        elif self.path == "/":
             document, headers = page(self.server.page_settings())
             self.send(200, PAGE_TYPE, document, headers)
         elif self.path == "/metrics":

@@ -1,6 +1,7 @@
 """Pair that a server serves: target, tokenizer and drafter, opened in its own thread."""
 
 from argparse import Namespace
+from datetime import UTC, datetime
 from pathlib import Path
 from threading import Event
 
@@ -151,7 +152,7 @@ def properties(provider: PairProvider) -> Document:
     return {
         "model_alias": provider.name,
         "model_path": provider.name,
-        "draft_model": flags.draft_model,
+        "draft_model": flags.draft_model or (provider.draft_model and DEMO),
         "chat_template": provider.tokenizer.chat_template or "",
         "default_generation_settings": {
             "n_ctx": provider.context,
@@ -164,11 +165,21 @@ def properties(provider: PairProvider) -> Document:
 
 
 def models(provider: PairProvider, created: int, wanted: str) -> Document:
-    """Return the list with the one model, or its entry if it is ``wanted``."""
+    """Return the list with the one model, or its entry if it is ``wanted``.
+
+    With the fields of OpenAI's API and of Anthropic's, and the length of the context under the
+    names that vLLM, routers and llama-server have for it.
+    """
     name = provider.name
-    model = {"id": name, "object": "model", "created": created, "owned_by": "mlx-eagle"}
+    context = provider.context
+    model: Document = {"id": name, "object": "model", "created": created}
+    model |= {"owned_by": "mlx-eagle", "type": "model", "display_name": name}
+    model["created_at"] = datetime.fromtimestamp(created, UTC).isoformat()
+    if context is not None:
+        model |= {"max_model_len": context, "context_length": context, "meta": {"n_ctx": context}}
     if not wanted:
-        return {"object": "list", "data": [model]}
+        page = {"has_more": False, "first_id": name, "last_id": name}
+        return {"object": "list", "data": [model], **page}
     if wanted in (name, name.strip("/")):
         return model
     raise RequestError(f"{shortened(wanted)} is not served here, but {name} is.", 404)

@@ -49,6 +49,10 @@ def server(pair):
         yield asked
 
 
+def as_browsers_ask(url: str) -> Request:
+    return Request(url, headers={"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"})
+
+
 def settings_of(document: str) -> dict:
     (found,) = [a for tag, a in Reader(document).tags if a.get("name") == "mlx-eagle"]
     return json.loads(found["content"] or "")
@@ -112,7 +116,7 @@ def test_every_id_that_the_scripts_use_is_there():
 
 
 def test_the_page_needs_no_key_and_names_nothing(server):
-    with urlopen(server.url.removesuffix("v1"), timeout=10) as response:
+    with urlopen(as_browsers_ask(server.url.removesuffix("v1")), timeout=10) as response:
         document = response.read().decode()
         headers = response.headers
     assert headers["Content-Type"] == "text/html; charset=utf-8"
@@ -126,7 +130,8 @@ def test_the_page_needs_no_key_and_names_nothing(server):
         "num_draft_tokens": 3,
         "tree": None,
     }
-    with urlopen(server.url.removesuffix("v1") + "?a=b", timeout=10) as response:
+    url = server.url.removesuffix("v1") + "?a=b"
+    with urlopen(as_browsers_ask(url), timeout=10) as response:
         assert response.status == 200
 
 
@@ -141,6 +146,9 @@ def test_the_page_is_only_read(server, method):
 
 def test_without_a_key_the_model_is_named(pair):
     flags = ("--model", pair["target"], "--draft-model", pair["head"])
-    with ours(*flags) as asked, urlopen(asked.url.removesuffix("v1"), timeout=10) as response:
+    with (
+        ours(*flags) as asked,
+        urlopen(as_browsers_ask(asked.url.removesuffix("v1")), timeout=10) as response,
+    ):
         settings = settings_of(response.read().decode())
     assert settings["model"] == pair["target"] and settings["needs_key"] is False

@@ -176,4 +176,4 @@ def test_the_table_has_every_field_that_is_checked():
     checked = {*NUMBERS, *(name for names in KINDS.values() for name in names)}
     assert checked <= KNOWN["chat"] and checked <= KNOWN["text"]
     assert not MAPPED.keys() & REFUSED.keys()
-    assert {*(route.fields for route in ROUTES.values()), "ollama", "options"} == KNOWN.keys()
+    assert {*(route.fields for route in ROUTES.values()), "options"} == KNOWN.keys()

@@ -1,0 +1,263 @@
+"""Ollama's API: /api/chat, /api/generate and what its clients ask first, translated to a chat.
+
+Answers are lines of JSON, one for each piece. No HTTP in here.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+from mlx_lm.server import CompletionRequest
+from mlx_lm.utils import get_total_parameters
+
+from ..system.device import weight_bytes
+from ..system.fields import check_kind
+from ..system.progress import silent
+from .answer_stream import Document, RequestError, on_error, told_as
+from .body import check_body, read_arguments, shortened
+from .client_session import ClientSession, Piece
+from .completions import chat_request, logprob_of, model_name
+from .handler import Reply
+from .prompt import as_request_errors, with_one_system
+from .provider import PairProvider
+from .request_fields import OWN, check_fields
+
+VERSION = "0.12.11"
+"""Version of Ollama whose API this is; clients refuse those that lack what they use."""
+LINES = "application/x-ndjson"
+SAME = (*(name for name in OWN if name != "stream"), "tools", "logprobs", "top_logprobs")
+
+
+def error_document(error: RequestError) -> Document:
+    """Return an error in the form of Ollama's API."""
+    return {"error": str(error)}
+
+
+def check_chat(body: Document) -> Document:
+    """Translate a request to /api/chat. Raises ValueError."""
+    messages = check_kind("messages", body.get("messages", []), list)
+    chat = _translated(body)
+    if messages:
+        chat["messages"] = with_one_system(_messages(messages))
+        check_body(chat, "messages")
+    return {"asked": body, "chat": chat, "is_chat": True}
+
+
+def check_generate(body: Document) -> Document:
+    """Translate a request to /api/generate: a chat of one question, or with ``raw`` a text."""
+    chat = _translated(body)
+    prompt, system = (check_kind(name, body.get(name, ""), str) for name in ("prompt", "system"))
+    if prompt and body.get("raw"):
+        chat["prompt"] = prompt
+        check_body(chat, "prompt")
+    elif prompt:
+        rules = [{"role": "system", "content": system}] if system else []
+        chat["messages"] = [*rules, {"role": "user", "content": prompt}]
+        check_body(chat, "messages")
+    return {"asked": body, "chat": chat, "is_chat": False}
+
+
+def check_show(body: Document) -> Document:
+    """Check a request for the properties of a model. Raises ValueError."""
+    check_kind("model", body.get("model", body.get("name", "")), str)
+    return body
+
+
+def _translated(body: Document) -> Document:
+    """Translate all fields but those that hold the prompt."""
+    chat: Document = {name: body[name] for name in SAME if name in body}
+    options = check_kind("options", body.get("options", {}), dict)
+    options = {name: value for name, value in options.items() if value is not None}
+    if isinstance(options.get("seed"), int) and options["seed"] < 0:  # any seed
+        del options["seed"]
+    chat |= {name: options[name] for name in (*SAME, "stop") if name in options}
+    check_fields(options, "options", chat)
+    check_fields(body, "ollama", chat)
+    check_kind("stream", body.get("stream", True), bool)
+    return chat
+
+
+def _messages(messages: Sequence[Any]) -> list[Document]:
+    """Translate messages: calls get names, which the results that follow refer to in order."""
+    found: list[Document] = []
+    open_calls: list[str] = []
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise ValueError("a message is something else than an object with a role.")
+        if message.get("images"):
+            raise ValueError("a message has images: only text can be read here.")
+        content = check_kind("a message's content", message.get("content") or "", str)
+        said: Document = {"role": message["role"], "content": content}
+        if isinstance(message.get("thinking"), str) and message["thinking"]:
+            said["reasoning_content"] = message["thinking"]
+        calls = message.get("tool_calls") or []
+        if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+            raise ValueError("tool_calls is something else than a list of objects.")
+        if calls:
+            open_calls = [f"call_{len(found)}_{i}" for i in range(len(calls))]
+            said["tool_calls"] = [
+                {"id": name, "type": "function", "function": call.get("function")}
+                for name, call in zip(open_calls, calls, strict=True)
+            ]
+        elif message["role"] == "tool":
+            name = message.get("tool_name")
+            said |= {"name": name} if isinstance(name, str) else {}
+            said["tool_call_id"] = open_calls.pop(0) if open_calls else "call"
+        found.append(said)
+    return found
+
+
+def answer(reply: Reply, body: Document) -> None:
+    """Answer a translated body, line by line unless ``stream`` is false. Raises RequestError."""
+    chat = body["chat"]
+    base = {"model": model_name(reply, chat), "created_at": _now()}
+    is_chat = body["is_chat"]
+    if not chat.keys() & {"messages", "prompt"}:  # asks for the model to be loaded, which it is
+        empty = {"message": {"role": "assistant", "content": ""}} if is_chat else {"response": ""}
+        reply.send_json(base | empty | {"done": True, "done_reason": "load"})
+        return
+    with as_request_errors():
+        args = read_arguments(chat, reply.provider.cli_args, is_chat="messages" in chat)
+    if "messages" in chat:
+        request = chat_request(chat)
+    else:
+        request = CompletionRequest("text", chat["prompt"], [], None, None)
+    session = reply.new_session(request, args)
+    session.submit()
+    session.open()
+    if not body["asked"].get("stream", True):
+        piece = session.whole()
+        reply.send_json(
+            base | _shown(reply, session, piece, is_chat) | _end(reply, session, piece)
+        )
+        return
+    reply.begin_events(LINES)
+
+    def tell(error: Exception) -> None:
+        told = told_as(error)
+        reply.write(json.dumps(error_document(told)) + "\n")
+        raise told
+
+    with on_error(tell):
+        for line in _lines(reply, session, is_chat):
+            reply.write(json.dumps(base | {"created_at": _now()} | line) + "\n")
+
+
+def _lines(reply: Reply, session: ClientSession, is_chat: bool) -> Iterator[Document]:
+    for piece in session.pieces(silent, is_stream=False):
+        if piece.text or piece.reasoning or piece.calls or piece.responses:
+            yield _shown(reply, session, piece, is_chat) | {"done": False}
+    yield _shown(reply, session, Piece(), is_chat) | _end(reply, session, piece)
+
+
+def _shown(reply: Reply, session: ClientSession, piece: Piece, is_chat: bool) -> Document:
+    """Return a piece of an answer as one line has it."""
+    thoughts = {"thinking": piece.reasoning} if piece.reasoning else {}
+    found: Document = {"response": piece.text, **thoughts}
+    if is_chat:
+        message: Document = {"role": "assistant", "content": piece.text, **thoughts}
+        if piece.calls:
+            message["tool_calls"] = [
+                {
+                    "id": call["id"],
+                    "function": {
+                        "name": call["function"]["name"],
+                        "arguments": json.loads(call["function"]["arguments"]),
+                    },
+                }
+                for call in piece.calls
+            ]
+        found = {"message": message}
+    if session.args.logprobs and piece.responses:
+        found["logprobs"] = [logprob_of(reply.provider.spelling, r) for r in piece.responses]
+    return found
+
+
+def _end(reply: Reply, session: ClientSession, last: Piece) -> Document:
+    """Return the fields of a last line: the reason to end, tokens, and times in nanoseconds."""
+    now = time.monotonic()
+    began = session.answer.began if session.answer is not None and session.answer.began else now
+    return {
+        "done": True,
+        "done_reason": "length" if last.finish_reason == "length" else "stop",
+        "total_duration": _nanoseconds(now - reply.asked),
+        "load_duration": 0,
+        "prompt_eval_count": len(session.prompt),
+        "prompt_eval_duration": _nanoseconds(began - reply.asked),
+        "eval_count": session.num_generated,
+        "eval_duration": _nanoseconds(now - began),
+    }
+
+
+def _nanoseconds(seconds: float) -> int:
+    return int(1e9 * max(0.0, seconds))
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
+
+
+def version(provider: PairProvider) -> Document:
+    """Return the version of the API."""
+    return {"version": VERSION}
+
+
+def tags(provider: PairProvider) -> Document:
+    """Return the list with the one model."""
+    digest = hashlib.sha256(provider.name.encode()).hexdigest()
+    entry = {
+        "name": provider.name,
+        "model": provider.name,
+        "modified_at": _now(),
+        "size": weight_bytes(provider.model),
+        "digest": digest,
+        "details": _details(provider),
+    }
+    return {"models": [entry]}
+
+
+def show(reply: Reply, body: Document) -> None:
+    """Send the properties of the model. Raises RequestError where it is not served."""
+    provider = reply.provider
+    model_name(reply, {"model": body.get("model") or body.get("name") or provider.name})
+    kind = _kind(provider)
+    info = {"general.architecture": kind, "general.basename": provider.name}
+    info["general.parameter_count"] = get_total_parameters(provider.model)
+    if provider.context is not None:
+        info[f"{kind}.context_length"] = provider.context
+    tokenizer = provider.tokenizer
+    able = {"tools": tokenizer.has_tool_calling, "thinking": tokenizer.has_thinking}
+    reply.send_json({
+        "modelfile": f"FROM {shortened(provider.name)}",
+        "parameters": "",
+        "template": str(tokenizer.chat_template or ""),
+        "details": _details(provider),
+        "model_info": info,
+        "capabilities": ["completion", *(name for name in able if able[name])],
+        "modified_at": _now(),
+    })  # fmt: skip
+
+
+def _kind(provider: PairProvider) -> str:
+    return str(getattr(getattr(provider.model, "args", None), "model_type", "unknown"))
+
+
+def _details(provider: PairProvider) -> Document:
+    modules = provider.model.modules()
+    bits = next((module.bits for module in modules if hasattr(module, "bits")), None)
+    weights: Any = tree_flatten(provider.model.parameters())
+    dtype = next((w.dtype for _, w in weights if mx.issubdtype(w.dtype, mx.floating)), None)
+    kind = _kind(provider)
+    return {
+        "parent_model": "",
+        "format": "mlx",
+        "family": kind,
+        "families": [kind],
+        "parameter_size": f"{get_total_parameters(provider.model) / 1e9:.1f}B",
+        "quantization_level": f"{bits} bits" if bits else str(dtype).removeprefix("mlx.core."),
+    }
