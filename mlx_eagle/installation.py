@@ -36,8 +36,8 @@ NAME = "speculative_generate_step"
 class Installation:
     """The stand-in for mlx-lm's ``speculative_generate_step`` while we are installed.
 
-    ``stats`` are the counts of the latest generation of one text that ran our loop, final once
-    it has ended; None before the first.
+    ``stats`` are the counts of the latest generation that ran our loop, of a batch the sum, final
+    once it has ended; None before the first.
     """
 
     def __init__(self, original: Callable[..., Any]):
@@ -169,7 +169,9 @@ class Installation:
                 options = {"num_draft_tokens": AUTO, **options}
             self._in_batch.is_inside = True
             try:
-                return batch_generate(model, tokenizer, *args, draft_model=drafter, **options)
+                response = batch_generate(model, tokenizer, *args, draft_model=drafter, **options)
+                self.stats = response.stats.total
+                return response
             except ValueError as err:  # what ours refuses, and mlx-lm may not
                 if named is not None:
                     raise

@@ -139,7 +139,7 @@ class Reader:
         elif "--list" in words:
             assert PAIRS[0].head in self.run(words)
         else:
-            getattr(self, kind)(words)
+            getattr(self, "programs" if kind == "with" else kind)(words)
 
     def run(self, words: list[str], typed: str = "") -> str:
         """Run it in this process; what it printed."""
@@ -167,6 +167,11 @@ class Reader:
     def chat(self, words: list[str]) -> None:
         out = self.run(with_short_text(words), "Hello\n/stats\n/exit\n")
         assert "Answers: 1" in out and re.search(r"^Rounds: [1-9]", out, re.MULTILINE), out
+
+    def programs(self, words: list[str]) -> None:
+        """mlx-lm's generate, which says how much it wrote."""
+        _, _, counts = self.run(with_short_text(words)).split("==========\n")
+        assert re.search(r"^Generation: [1-9]", counts, re.MULTILINE), counts
 
     def with_demo_target(self, words: list[str]) -> list[str]:
         """The stand-in's folder for where the demo target lies in the user's cache."""

@@ -40,7 +40,7 @@ TOP_LEVEL = {
     "LICENSE-APACHE",
     "Makefile",
 }
-NAMES = ("generate", "chat", "server", "convert", "bench", "train", "doctor")
+NAMES = ("generate", "chat", "server", "convert", "bench", "train", "doctor", "with")
 COMMANDS = [f"mlx_eagle.{name}" for name in NAMES]
 SHIPPED = [".py", ".typed", ".jsonl", ".json", ".safetensors", ".html", ".css", ".js", ".mplstyle"]
 BUILD_SDIST = "import sys; from hatchling.build import build_sdist as b; b(sys.argv[1])"
@@ -270,7 +270,11 @@ def run_in(site: Path, *arguments: str | Path) -> subprocess.CompletedProcess:
     return run(*command, cwd=site.parent)
 
 
-MODULES = [*COMMANDS, "mlx_eagle.demo", "mlx_eagle.train.answers"]
+MODULES = [
+    *(name for name in COMMANDS if name != "mlx_eagle.with"),
+    "mlx_eagle.demo",
+    "mlx_eagle.train.answers",
+]
 
 
 @pytest.mark.exhaustive

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
+from itertools import takewhile
 from typing import Any, NoReturn
 
 from .. import __version__
@@ -52,7 +53,9 @@ class Parser(argparse.ArgumentParser):
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         given = list(sys.argv[1:] if args is None else args)
         flags = [flag for action in self._actions for flag in action.option_strings]
-        for word in given:
+        takers = [action for action in self._actions if action.nargs == argparse.REMAINDER]
+        last = {flag for action in takers for flag in action.option_strings}  # the rest is theirs
+        for word in takewhile(lambda word: word not in last, given):
             # Before argparse misses what was meant by it.
             name = word.partition("=")[0]
             if name.startswith("--") and not any(flag.startswith(name) for flag in flags):

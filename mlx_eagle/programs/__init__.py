@@ -1,0 +1,1 @@
+"""The command ``mlx_eagle.with``: programs that are written for mlx-lm, with a drafter."""
