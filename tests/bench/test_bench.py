@@ -216,6 +216,14 @@ def test_copies_are_the_drafters_own_with_copies():
     assert auto.label == "auto + lookup" and auto.options == {"num_draft_tokens": "auto"}
 
 
+def test_exact_ones_stand_beside_the_default():
+    found = make_configurations([2, "auto"], ["2x4:12"], copied=[2], exact=True)
+    default = [each for each in found if each.kind not in ("copies", "exact")]
+    exact = [each for each in found if each.kind == "exact"]
+    assert [each.label for each in exact] == [f"{each.label}, exact" for each in default]
+    assert [each.options for each in exact] == [{**d.options, "exact": True} for d in default]
+
+
 def test_counts_from_the_flags_of_mlx_lm():
     assert runner.first_batch([True, True, False, True]) == 3
     assert runner.first_batch([False, True]) == 1
