@@ -53,6 +53,11 @@ HOSTILE = {
     "a rule that is none": "* " * (LETTERS // 2) + "x",
     "empty lines": "\n" * LETTERS,
     "escapes": "\\*" * (LETTERS // 2),
+    "maths that open": "\\(a" * (LETTERS // 3),
+    "maths of one letter": "$a" * (LETTERS // 2),
+    "money": "$a " * (LETTERS // 3),
+    "maths on lines": "\\[\na\n" * (LETTERS // 5),
+    "tasks": "- [x] a\n" * (LETTERS // 8),
     "a word": "a" * LETTERS,
     "comments that are not closed": "```js\n" + "/* " * (LETTERS // 3),
     "strings that are not closed": "```py\n" + '"\\' * (LETTERS // 2),
@@ -156,6 +161,13 @@ SHAPES = {
     "- a\n- b": "<UL><LI>a</LI><LI>b</LI></UL>",
     "> a": "<BLOCKQUOTE><P>a</P></BLOCKQUOTE>",
     "---": "<HR></HR>",
+    r"so \(a^2*b*c\) \[ \int_0^1 *x* \] \[a": r"<P>so \(a^2*b*c\) \[ \int_0^1 *x* \] [a</P>",
+    "\\[\na\n+ b\n= *c*\n\\]\n- d": "<P>\\[\na\n+ b\n= *c*\n\\]</P><UL><LI>d</LI></UL>",
+    "$$\n- a_1*b*\n$$ *c*": "<P>$$\n- a_1*b*\n$$ <EM>c</EM></P>",
+    "$a*b*c$, $5 and *6* $7": "<P>$a*b*c$, $5 and <EM>6</EM> $7</P>",
+    r"\*a\* \\(b\\)": r"<P>*a* \(b\)</P>",
+    "- [ ] a\n- [x] b\n- [y] c": "<UL><LI><INPUT></INPUT>a</LI><LI><INPUT></INPUT>b</LI>"
+    "<LI>[y] c</LI></UL>",
 }
 
 
@@ -166,6 +178,24 @@ def test_shapes():
     assert dict(zip(SHAPES, got, strict=True)) == {
         source: f"<MAIN>{markup}</MAIN>" for source, markup in SHAPES.items()
     }
+
+
+MARKED = """
+const found = [];
+const walk = (node) => {
+  if (["TD", "INPUT"].includes(node.tagName)) found.push(node.checked ?? node.className ?? "");
+  for (const child of node.childNodes ?? []) walk(child);
+};
+const top = element("main");
+new MarkdownView(top).show(given, []);
+walk(top);
+console.log(JSON.stringify(found));
+"""
+
+
+def test_cells_are_aligned_and_tasks_are_checked():
+    text = "|a|b|c|d|\n|---|:-:|--:|:--|\n|1|2|3|4|5|\n\n- [ ] a\n- [X] b"
+    assert run(MARKED, text) == ["", "center", "right", "", "", False, True]
 
 
 CODE = {

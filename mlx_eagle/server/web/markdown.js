@@ -29,6 +29,8 @@ const RULE = /^ {0,3}([-*_])(?:[ \t]*\1){2,}[ \t]*$/;
 const QUOTE = /^ {0,3}> ?/;
 const ITEM = /^( {0,5})([-*+]|\d{1,9}[.)])(?:[ \t]+|$)/;
 const DELIMITER = /^:?-+:?$/;
+const TASK = /^\[([ xX])\][ \t]+/;
+const MATHS = { "\\(": "\\)", "\\[": "\\]", "$$": "$$", "$": "$" }; // what opens TeX, and what closes it
 const SPACE = /\s/;
 const LETTER = /\w/;
 
@@ -61,6 +63,12 @@ function areDelimiters(s) {
   if (cells[0] === "") cells.shift();
   if (cells.at(-1) === "") cells.pop();
   return cells.length > 0 && !/^ {4}/.test(s) && cells.every((cell) => DELIMITER.test(cell));
+}
+
+/** For each column of a table where its cells stand: ":-:|-:" -> ["center", "right"] */
+function alignmentsOf(cells) {
+  const ends = cells.map(({ s }) => [s.startsWith(":"), s.endsWith(":")]);
+  return ends.map(([left, right]) => (right ? (left ? "center" : "right") : ""));
 }
 
 /** A heading's text without the signs that may close it: "a ## " -> "a" */
@@ -119,8 +127,15 @@ function blockAt(lines, i) {
     while (to < lines.length && lines[to].s.includes("|")) to += 1;
     return { kind: "table", lines: lines.slice(i, to), from: i, to };
   }
-  let to = i + 1;
-  while (to < lines.length && !isBlank(lines[to]) && !beginsBlock(lines, to)) to += 1;
+  let to = i;
+  let close = null; // of maths on lines of their own, none of which begins a block
+  do {
+    const text = lines[to].s.trim();
+    const open = text.slice(0, 2);
+    if (close !== null) close = text.includes(close) ? null : close;
+    else if (open in MATHS && open !== "\\(" && !text.includes(MATHS[open], 2)) close = MATHS[open];
+    to += 1;
+  } while (to < lines.length && !isBlank(lines[to]) && (close !== null || !beginsBlock(lines, to)));
   return { kind: "paragraph", lines: lines.slice(i, to), from: i, to };
 }
 
@@ -197,7 +212,7 @@ class Renderer {
     if (depth >= DEEPEST) return this.inlined(parent, lines);
     const blocks = blocksOf(lines);
     if (parent.tagName === "LI" && blocks.length && blocks[0].kind === "paragraph") {
-      this.inlined(parent, blocks.shift().lines);
+      this.item(parent, blocks.shift().lines);
     }
     for (const block of blocks) {
       if (this.left <= 0) {
@@ -207,6 +222,21 @@ class Renderer {
       parent.append(this.block(block, depth + 1));
     }
     return parent;
+  }
+
+  /** The first lines of an item, which may be a task: [ ] or [x]. */
+  item(parent, lines) {
+    const task = TASK.exec(lines[0].s);
+    if (!task) return this.inlined(parent, lines);
+    const box = element("input");
+    box.type = "checkbox";
+    box.disabled = true;
+    box.checked = task[1] !== " ";
+    box.setAttribute("aria-label", box.checked ? "Done" : "To do");
+    this.left -= 1;
+    parent.className = "task";
+    parent.append(box);
+    return this.inlined(parent, [without(lines[0], task[0].length), ...lines.slice(1)]);
   }
 
   /** Lines as they stand. */
@@ -289,11 +319,12 @@ class Renderer {
       if (found.length && found.at(-1).s === "") found.pop();
       return found.slice(0, MOST_CELLS);
     };
+    const alignments = alignmentsOf(cells(lines[1]));
     const row = (line, kind) => {
       const made = element("tr");
       this.left -= 1;
-      for (const cell of cells(line)) {
-        made.append(this.inlined(element(kind), [cell]));
+      for (const [i, cell] of cells(line).entries()) {
+        made.append(this.inlined(element(kind, alignments[i]), [cell]));
         this.left -= 1;
       }
       return made;
@@ -353,6 +384,10 @@ class Renderer {
   /** What begins at `i`, or null: {node, from, to, end}. */
   spanAt(s, i, to) {
     const letter = s[i];
+    if (letter === "\\" || letter === "$") {
+      const end = mathsEnd(s, i, to);
+      if (end !== null) return { node: null, from: i, to: end, end };
+    }
     if (letter === "\\" && i + 1 < to && /[!-/:-@[-`{-~]/.test(s[i + 1])) {
       return { node: null, from: i + 1, to: i + 2, end: i + 2 };
     }
@@ -446,6 +481,21 @@ function firstOf(count, holds) {
     else low = middle + 1;
   }
   return low;
+}
+
+/** Where maths that begin at `i` end, which stay the TeX that they are; null where none begin. */
+function mathsEnd(s, i, to) {
+  const two = s.slice(i, i + 2);
+  const open = two in MATHS ? two : s[i];
+  if (!(open in MATHS)) return null;
+  const from = i + open.length;
+  const inside = s.slice(from, Math.min(to, i + FARTHEST));
+  const length = inside.indexOf(MATHS[open]);
+  if (length <= 0) return null;
+  const end = from + length + open.length;
+  // "$5 or $6" is money: no blank stands inside next to the signs, no word or number outside.
+  const isMoney = SPACE.test(s[from]) || SPACE.test(s[end - 2]) || LETTER.test(s[i - 1] || " ") || LETTER.test(s[end] || " ");
+  return open === "$" && isMoney ? null : end;
 }
 
 /** All places of `s` where a mark may end an emphasis, wherever that began. */
