@@ -33,7 +33,7 @@ from .request_framing import HeadLines, check_head, has_body, read_body_of
 LARGE = 2**16  # bytes of a body; larger ones are read into fields one after the other
 PARTS = Path(__file__).parent / "web"
 SCRIPTS = ("code.js", "markdown.js", "answer.js", "stream.js", "strip.js", "settings.js",
-           "conversations.js", "chat.js", "race.js", "main.js")  # fmt: skip
+           "conversations.js", "undo.js", "chat.js", "race.js", "main.js")  # fmt: skip
 PAGE_TYPE = "text/html; charset=utf-8"
 TRUSTED_TYPES = "require-trusted-types-for 'script'; trusted-types 'none'"  # no text becomes HTML
 

@@ -355,6 +355,14 @@ def test_five_conversations(open_tab, script, tmp_path):
     download.value.save_as(file)
     tab.page.get_by_role("button", name='Delete "Question 1"').click()
     assert shown.all_inner_texts() == ["Question 4", "Question 3", "Question 2", "Question 0"]
+    tab.page.get_by_role("button", name='Delete "Question 0"').click()
+    tab.page.reload()
+    for count in (4, 5):  # the latest first, also after a reload
+        tab.page.click("#undo")
+        assert len(shown.all_inner_texts()) == count
+    assert tab.wait() == "Answer 1" and not tab.page.is_visible("#undo")
+    tab.page.click("#redo")
+    assert shown.all_inner_texts() == ["Question 0", "Question 4", "Question 3", "Question 2"]
     tab.page.evaluate("() => localStorage.clear()")
     tab.page.reload()
     assert tab.count("#conversations .title") == 0
@@ -383,6 +391,44 @@ def test_an_edited_question_is_asked_again(open_tab, script):
     tab.said("Three")
     assert tab.count(".question") == tab.count(".answer") == 1
     assert script.asked[-1]["messages"] == [{"role": "user", "content": "First, in other words"}]
+    tab.wait()
+    tab.page.click("#undo")
+    assert tab.page.locator(".question .text").all_inner_texts() == ["First", "Second"]
+    assert tab.page.locator(".answer .text").all_inner_texts() == ["One", "Two"]
+    tab.page.click("#redo")
+    assert tab.page.locator(".answer .text").all_inner_texts() == ["Three"]
+
+
+def test_an_answer_that_was_made_again_comes_back(open_tab, script):
+    """Also where the new one was stopped, or an error came in its place."""
+    tab = open_tab(script.url)
+    error = {"error": {"message": "the server is stopping.", "code": 503}}
+    script.scripts += [["One"], ["Two"], ["Three ", threading.Event()], [error]]
+    tab.ask("Count")
+    for text in ("One", "Two", "Three", "The server is stopping."):
+        tab.said(text)
+        if text == "Three":
+            tab.page.click("#undo")
+            assert tab.wait() == "Two"
+        if text != "The server is stopping.":
+            tab.page.click("#again")
+    for text in ("Two", "One"):
+        tab.page.click("#undo")
+        assert tab.wait() == text
+    assert tab.count(".answer") == tab.count(".question") == 1
+
+
+def test_what_is_typed_and_not_sent_is_there_after_a_reload(open_tab, script):
+    tab = open_tab(script.url)
+    tab.page.fill("#question", "a\nb\nc")
+    tab.page.reload()
+    assert tab.page.input_value("#question") == "a\nb\nc"
+    assert tab.page.locator("#question").bounding_box()["height"] > 60
+    script.scripts.append(["One"])
+    tab.page.press("#question", "Enter")
+    tab.wait()
+    tab.page.reload()
+    assert tab.page.input_value("#question") == ""
 
 
 def test_an_answer_that_was_cut_goes_on(open_tab, script):

@@ -15,14 +15,14 @@ class Chat {
     this.running = null; // the controller of the request that is being answered
     this.log = byId("log");
     this.all = new Conversations();
+    this.undo = new Undo(this);
     this.open(this.all.id);
   }
 
   /** Show a conversation that is kept, or a new one. */
-  open(id) {
+  open(id, kept = this.all.read(id)) {
     this.stop();
     this.all.open(id);
-    const kept = this.all.read();
     this.messages = kept ?? [];
     this.rebuild();
     if (!kept) this.log.append(element("p", "note", "What was kept of this conversation could not be read, and is gone."));
@@ -37,10 +37,11 @@ class Chat {
       name.addEventListener("click", () => id !== this.all.id && this.open(id));
       gone.setAttribute("aria-label", `Delete "${title}"`);
       gone.addEventListener("click", () => {
+        this.undo.keep(id, `"${title}" was deleted.`);
         this.all.remove(id);
         this.open(this.all.id);
         say(`"${title}" is deleted.`);
-        byId("new").focus();
+        byId("undo").focus();
       });
       for (const button of [name, gone]) button.type = "button";
       return element("li", "", name, gone);
@@ -121,6 +122,7 @@ class Chat {
     const done = () => {
       const text = field.value.trim();
       if (!text || !areOptionsGood()) return;
+      this.undo.keep(this.all.id, "The question was asked in other words.");
       this.messages.splice(this.messages.indexOf(message));
       this.rebuild();
       this.send(text);
@@ -175,7 +177,10 @@ class Chat {
 
   regenerate() {
     if (this.running || !areOptionsGood()) return undefined;
-    if (this.messages.at(-1)?.role === "assistant") this.messages.pop();
+    if (this.messages.at(-1)?.role === "assistant") {
+      this.undo.keep(this.all.id, "The answer was made again.");
+      this.messages.pop();
+    }
     this.log.lastElementChild.remove();
     byId("question").focus();
     return this.answer();

@@ -23,8 +23,8 @@ class Conversations {
     return Array.isArray(kept) ? kept.filter(isEntry).sort((a, b) => b.changed - a.changed) : [];
   }
 
-  /** The messages of the open conversation; null where they cannot be read. */
-  read(id = this.id) {
+  /** The messages of a conversation; null where they cannot be read. */
+  read(id) {
     const kept = stored(`conversation.${id}`, []);
     return Array.isArray(kept) && kept.every(isMessage) ? kept.map(restored) : null;
   }

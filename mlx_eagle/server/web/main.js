@@ -10,11 +10,18 @@ byId("composer").addEventListener("submit", (event) => {
   if (!text || chat.running || race.running || !areOptionsGood()) return;
   byId("question").value = "";
   grow(byId("question"));
+  forgetStored("typed.question", sessionStorage);
   chat.send(text);
 });
 byId("stop-answer").addEventListener("click", () => chat.stop());
 byId("new").addEventListener("click", () => chat.begin());
 byId("question").addEventListener("input", () => grow(byId("question")));
+for (const name of ["question", "race-question"]) { // what is typed outlives a reload
+  const field = byId(name);
+  field.value = String(stored(`typed.${name}`, field.value, sessionStorage));
+  field.addEventListener("input", () => store(`typed.${name}`, field.value, sessionStorage));
+}
+grow(byId("question"));
 byId("export").addEventListener("click", () => {
   const link = element("a");
   link.href = URL.createObjectURL(new Blob([chat.all.file], { type: "application/json" }));

@@ -37,9 +37,9 @@ function store(name, value, area = localStorage) {
   }
 }
 
-function forgetStored(name) {
+function forgetStored(name, area = localStorage) {
   try {
-    localStorage.removeItem(`mlx-eagle.${name}`);
+    area.removeItem(`mlx-eagle.${name}`);
   } catch {
     // a browser that keeps nothing has nothing to forget
   }
@@ -63,6 +63,7 @@ function setUpOptions() {
   const name = /^[/~.]/.test(server.model) ? server.model.split("/").filter(Boolean).pop() : server.model;
   byId("model").textContent = [name, server.draft_model && `drafts by ${server.draft_model}`].filter(Boolean).join(" · ");
   byId("model").title = server.model;
+  byId("address").textContent = new URL("v1", location.href).href;
   const marks = byId("marks");
   marks.checked = stored("marks", true) !== false;
   const mark = () => document.body.classList.toggle("marked", marks.checked);
