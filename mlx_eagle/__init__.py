@@ -1,7 +1,7 @@
 """EAGLE-3 speculative decoding on MLX, for the models of mlx-lm.
 
-MLX is not imported before a public name is asked for: ``load_fast_blas`` has to come first.
-Our own commands begin with it.
+MLX is not imported before a public name is asked for: ``load_fast_blas`` has to come first. That
+happens then, unless MLX is there already; our own commands begin with it.
 """
 
 __version__ = "0.2.0"  # above the imports, because modules below read it
@@ -23,10 +23,12 @@ MODULES = ("bench", "convert", "reference", "server", "structured", "train")
 
 def __getattr__(name: str) -> Any:
     """Import a public name, or ``mlx_eagle.convert`` and the like, when it is first asked for."""
-    if name in MODULES:
-        return importlib.import_module(f"{__name__}.{name}")
     if name.startswith("__") and name != "__all__":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if "mlx.core" not in sys.modules:
+        load_fast_blas()
+    if name in MODULES:
+        return importlib.import_module(f"{__name__}.{name}")
     with explained():
         public = importlib.import_module(f"{__name__}.public")
     if name == "__all__":

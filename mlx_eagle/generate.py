@@ -7,7 +7,7 @@ Tokenizers, timing and responses. The loop itself is in ``decoding/loop.py``, th
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, overload
+from typing import Any, Unpack, overload
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -16,9 +16,19 @@ from mlx_lm.generate import GenerationResponse as MlxGenerationResponse
 from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from .decoding.generate_step import speculative_generate_step
+from .decoding.generate_step import StepOptions, speculative_generate_step
+from .decoding.setup import AUTO
 from .decoding.stats import Stats
 from .drafters.base import Drafter, is_drafter
+from .system.fields import check_names
+
+
+class GenerateOptions(StepOptions, total=False):
+    """Options of ``generate``: those of ``stream_generate``."""
+
+    max_tokens: int
+    draft_model: Drafter | nn.Module | None
+    stream: mx.Stream | mx.ThreadLocalStream
 
 
 @dataclass
@@ -45,7 +55,7 @@ def stream_generate(
     *,
     draft_model: Drafter,
     stream: mx.Stream | mx.ThreadLocalStream = generation_stream,
-    **kwargs: Any,
+    **kwargs: Unpack[StepOptions],
 ) -> Iterator[GenerationResponse]: ...
 
 
@@ -57,7 +67,7 @@ def stream_generate(
     max_tokens: int,
     draft_model: Drafter,
     stream: mx.Stream | mx.ThreadLocalStream = generation_stream,
-    **kwargs: Any,
+    **kwargs: Unpack[StepOptions],
 ) -> Iterator[GenerationResponse]: ...
 
 
@@ -67,9 +77,9 @@ def stream_generate(
     tokenizer: Any,
     prompt: str | mx.array | list[int],
     max_tokens: int = 256,
-    draft_model: Drafter | nn.Module | None = None,
+    draft_model: nn.Module | None = None,
     stream: mx.Stream | mx.ThreadLocalStream = generation_stream,
-    **kwargs: Any,
+    **kwargs: Unpack[StepOptions],
 ) -> Iterator[MlxGenerationResponse]: ...
 
 
@@ -80,14 +90,15 @@ def stream_generate(
     max_tokens: int = 256,
     draft_model: Drafter | nn.Module | None = None,
     stream: mx.Stream | mx.ThreadLocalStream = generation_stream,
-    **kwargs: Any,
+    **kwargs: Unpack[StepOptions],
 ) -> Iterator[MlxGenerationResponse]:
     """Generate text piece by piece, as ``mlx_lm.stream_generate`` does.
 
     With one of our drafters as ``draft_model`` our loop runs, and responses carry ``stats``
     (``GenerationResponse``); anything else (no draft model, an ordinary one) goes to mlx-lm
-    unchanged. ``kwargs`` are those of ``speculative_generate_step``. Raises ValueError for
-    ``max_tokens`` 0 and for what ``speculative_generate_step`` refuses.
+    unchanged. ``kwargs`` are those of ``speculative_generate_step``, but ``num_draft_tokens`` is
+    "auto" by default. Raises ValueError for ``max_tokens`` 0 and for what
+    ``speculative_generate_step`` refuses, TypeError for an unknown name.
     """
     if not is_drafter(draft_model):
         yield from mlx_lm.stream_generate(
@@ -98,8 +109,10 @@ def stream_generate(
         raise ValueError("Maximum number of tokens must be non-zero (use -1 for no limit).")
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
+    check_names("stream_generate", kwargs, GenerateOptions.__optional_keys__)
     prompt = _encode(tokenizer, prompt)
     stats = kwargs.pop("stats", None) or Stats()
+    kwargs.setdefault("num_draft_tokens", AUTO)
     steps = speculative_generate_step(
         prompt,
         model,
@@ -165,7 +178,7 @@ def generate(
     tokenizer: Any,
     prompt: str | list[int],
     verbose: bool = False,
-    **kwargs: Any,
+    **kwargs: Unpack[GenerateOptions],
 ) -> str:
     """Generate a text and return it, as ``mlx_lm.generate`` does.
 
@@ -174,6 +187,7 @@ def generate(
     """
     if not is_drafter(kwargs.get("draft_model")):
         return mlx_lm.generate(model, tokenizer, prompt, verbose=verbose, **kwargs)
+    check_names("generate", kwargs, GenerateOptions.__optional_keys__)
     text = ""
     if verbose:
         print("=" * 10)

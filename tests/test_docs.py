@@ -238,6 +238,7 @@ def tiny_pair(monkeypatch, tmp_path):
     model, tokenizer = tiny_llama(vocab_size=258), byte_tokenizer()
     drafter = tiny_head(model)
     monkeypatch.setattr(mlx_lm, "load", lambda name: (model, tokenizer))
+    monkeypatch.setattr(mlx_eagle, "load", lambda name: (model, tokenizer))
     monkeypatch.setattr(mlx_eagle, "load_demo", lambda: (model, tokenizer, drafter))
     monkeypatch.setattr(mlx_eagle, "load_drafter", lambda name, model: drafter)
     monkeypatch.setattr(mlx_eagle, "open_drafter", lambda name, model, tokenizer: drafter)

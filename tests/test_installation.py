@@ -296,7 +296,7 @@ def test_options_of_ours(installation):
     assert [r.token for r in responses] == plain(MODEL, PROMPT, 12)
     assert installation.stats is stats and stats.num_drafted > 3 * stats.num_rounds
     own = Stats()
-    options = {"max_tokens": 12, "draft_model": DRAFTER, "stats": own}
+    options = {"max_tokens": 12, "draft_model": DRAFTER, "num_draft_tokens": 3, "stats": own}
     (*_, last) = mlx_eagle.stream_generate(MODEL, TOKENIZER, PROMPT, **options)
     assert last.stats is own and own.num_rounds > 0
     texts = {

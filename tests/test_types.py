@@ -24,6 +24,9 @@ model, tokenizer, drafter = mlx_eagle.load_demo()
 for drafted in mlx_eagle.stream_generate(model, tokenizer, "Hi", draft_model=drafter):
     assert_type(drafted, mlx_eagle.GenerationResponse)
     assert_type(drafted.stats, mlx_eagle.Stats)
+maybe: mlx_eagle.Eagle3Drafter | None = None
+for either in mlx_eagle.stream_generate(model, tokenizer, "Hi", draft_model=maybe, kv_bits=8):
+    assert_type(either.text, str)
 for drafted in mlx_eagle.stream_generate(model, tokenizer, [1, 2], 20, drafter):
     assert_type(drafted.stats.tau, float)
 assert_type(mlx_eagle.generate(model, tokenizer, "Hi", draft_model=drafter), str)
@@ -38,6 +41,7 @@ for plain in mlx_eagle.stream_generate(model, tokenizer, "Hi"):
     plain.stats
 for drafted in mlx_eagle.stream_generate(model, tokenizer, "Hi", draft_model=drafter):
     drafted.stats.taus
+mlx_eagle.generate(model, tokenizer, "Hi", draft_model=drafter, max_token=3)
 """
 # mlx_lm.load is typed as what gives two things or three, which no snippet of its own passes.
 LOAD_PAIR = """
@@ -99,6 +103,6 @@ def test_what_a_user_writes_has_types(folder, name):
     errors = [line.replace(" - ", " ") for line in check(folder, *CHECKERS[name])]
     wrong = [line for line in errors if "mistakes.py" not in line]
     assert wrong == []
-    # And it can tell: plain decoding has no stats, and stats have no "taus".
-    assert len(errors) == 2
-    assert "stats" in errors[0] and "taus" in errors[1]
+    # And it can tell: plain decoding has no stats, stats no "taus", and no option is "max_token".
+    assert len(errors) == 3
+    assert "stats" in errors[0] and "taus" in errors[1] and "max_token" in errors[2]

@@ -11,7 +11,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
-from typing import Any
+from typing import Any, Unpack
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -42,6 +42,7 @@ from ..drafters.copies import Tokens
 from ..drafters.tree import PLAIN
 from ..target.kernels import KernelOptions
 from .requests import (
+    BatchOptions,
     Options,
     Request,
     first_token,
@@ -274,7 +275,7 @@ def batch_generate(
     draft_model: Drafter | None = None,
     max_speculative_batch: int | None = None,
     known_tokens: Sequence[Tokens] | None = None,
-    **kwargs: Any,
+    **kwargs: Unpack[BatchOptions],
 ) -> MlxBatchResponse:
     """Generate for several prompts, as ``mlx_lm.batch_generate`` does, with a drafter.
 
@@ -285,8 +286,8 @@ def batch_generate(
     share a pass (quantized caches, kept first tokens, a base that follows the length), the
     requests are decoded one after the other, each speculatively. Either is said in a warning.
 
-    With ``num_draft_tokens`` "auto" each round has the fastest draft length, one for all
-    requests, by what they accept and by what rounds of that many have cost (see
+    With ``num_draft_tokens`` "auto", the default, each round has the fastest draft length, one for
+    all requests, by what they accept and by what rounds of that many have cost (see
     ``decoding/auto.py``). Where no length is faster than plain decoding, rounds are plain and
     pipelined until a probe finds otherwise, or the batch has shrunk enough. Where earlier batches
     have shown that none could ever be faster, all goes to ``mlx_lm.batch_generate``.
@@ -312,19 +313,18 @@ def batch_generate(
     Raises ValueError for an empty prompt, lists of unequal length, ``max_tokens`` below 1, and
     for what only a single prompt can have: a tree, caches quantized on the way, embeddings.
     """
-    kwargs |= {
+    given: dict[str, Any] = {
+        **kwargs,
         "return_prompt_caches": return_prompt_caches,
         "return_token_ids": return_token_ids,
         "return_logprobs": return_logprobs,
         "verbose": verbose,
     }
     if not is_drafter(draft_model):
-        return mlx_lm.batch_generate(
-            model, tokenizer, prompts, prompt_caches, max_tokens, **kwargs
-        )
+        return mlx_lm.batch_generate(model, tokenizer, prompts, prompt_caches, max_tokens, **given)
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
-    options = Options.by_names(kwargs)
+    options = Options.by_names(given)
     if prompt_caches is None:
         caches = [make_prompt_cache(model, options.max_kv_size) for _ in prompts]
     else:  # as in mlx-lm's batch, those that were given stay as they are

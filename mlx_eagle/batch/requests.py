@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, TypedDict
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -14,12 +14,13 @@ from ..decoding.accept import AskedLogprobs, TokenLogprobs
 from ..decoding.decoder import Decoder, Limits, Round
 from ..decoding.processors import LogitsProcessor, is_grammar, is_pure
 from ..decoding.sampling import Sampler, Sampling
-from ..decoding.setup import begin_copies, begin_drafter, open_decoder, split_cache
+from ..decoding.setup import AUTO, begin_copies, begin_drafter, open_decoder, split_cache
 from ..decoding.stats import Stats
 from ..drafters.acceptance_stats import CopySeen
 from ..drafters.base import Drafter
 from ..drafters.copies import Tokens
 from ..drafters.tree import DraftShape
+from ..system.fields import check_names
 from ..target.masks_and_ropes import BY_LENGTH, find_ropes
 from ..target.probe import batch_mask_axes, cuts_states_by_text
 from ..target.ragged import can_share
@@ -28,6 +29,7 @@ from ..target.states import recurrent_caches
 from .acceptance import BatchVerification
 
 FOR_ONE_PROMPT = ("tree", "kv_bits", "input_embeddings")  # as ``speculative_generate_step`` has it
+NAMED = {"prompt_caches", "max_tokens", "draft_model", "known_tokens", "max_speculative_batch"}
 UNQUANTIZED = CacheQuantization(None, 64, 0)
 
 
@@ -59,12 +61,26 @@ class Request:
         return self.cancelled or full or (bool(self.tokens) and self.limits.end(self.tokens[-1]))
 
 
+class BatchOptions(TypedDict, total=False):
+    """Options of ``batch_generate`` that are not among its parameters."""
+
+    stream: mx.Stream | mx.ThreadLocalStream | None
+    num_draft_tokens: int | str
+    sampler: Sampler | None
+    logits_processors: list[LogitsProcessor] | None
+    acceptance: str | None
+    prefill_step_size: int
+    max_kv_size: int | None
+    completion_batch_size: int | None
+    prefill_batch_size: int | None
+
+
 @dataclass(frozen=True)
 class Options:
     """Settings for decoding requests, and what is returned; a batch may hold several settings."""
 
     stream: mx.Stream | mx.ThreadLocalStream = generation_stream
-    num_draft_tokens: int | str = 3
+    num_draft_tokens: int | str = AUTO
     sampler: Sampler | None = None
     logits_processors: list[LogitsProcessor] | None = None
     acceptance: str | None = None
@@ -92,8 +108,7 @@ class Options:
                 )
         if given.get("stream", generation_stream) is None:
             del given["stream"]  # as mlx-lm's batches have it by default
-        for name in given.keys() - {known.name for known in fields(cls)}:
-            raise TypeError(f"batch_generate() got an unexpected keyword argument {name!r}")
+        check_names("batch_generate", given, {known.name for known in fields(cls)} | NAMED)
         return cls(**given)
 
     def sampler_of(self, request: Request) -> Sampler | None:

@@ -5,7 +5,7 @@ What is asked for is checked and opened here (``setup.py``), and given to the lo
 
 from collections.abc import Collection, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, TypedDict
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -42,6 +42,26 @@ from .stats import Stats
 
 LONG_PREFILL = 1.0  # seconds of a prompt, so long that kernel options may matter
 CLEAR_CACHE_EVERY = 256  # tokens, as in mlx_lm.generate.generate_step
+
+
+class StepOptions(TypedDict, total=False):
+    """Options of ``speculative_generate_step`` that ``stream_generate`` and ``generate`` take."""
+
+    num_draft_tokens: int | str
+    sampler: Sampler | None
+    logits_processors: list[LogitsProcessor] | None
+    acceptance: str | None
+    tree: Tree | str | None
+    prompt_cache: list[Any] | None
+    max_kv_size: int | None
+    prefill_step_size: int
+    kv_bits: int | None
+    kv_group_size: int
+    quantized_kv_start: int
+    prompt_progress_callback: Progress | None
+    input_embeddings: mx.array | None
+    known_tokens: Tokens | None
+    stats: Stats | None
 
 
 def speculative_generate_step(

@@ -162,6 +162,15 @@ class Drafter(Protocol):
     def propose(self, size: int, pick: Pick) -> Draft:
         """Draft at most ``size`` >= 1 tokens that may follow the last token absorbed."""
 
+    def __repr__(self) -> str:
+        """The class, the size of the weights in MB, and the taps, where there are any."""
+        arrays = [array for m in self.modules() for _, array in tree_flatten(m.parameters())]
+        size = sum(array.nbytes for array in arrays)
+        parts = [f"{size / 1e6:.1f} MB" if size else "no weights"]
+        parts += [f"taps={self.taps}"] if self.taps else []
+        parts += ["copies"] if self.copies is not None else []
+        return f"{type(self).__name__}({', '.join(parts)})"
+
     def __call__(self, *_args: object, **_kwargs: object) -> NoReturn:
         raise ValueError(
             "mlx-lm runs one of our drafters as a model of its own: call mlx_eagle.install() "

@@ -4,7 +4,6 @@ argparse prints all flags for a wrong one, and names Python types in its complai
 """
 
 import argparse
-import difflib
 import shlex
 import sys
 from collections.abc import Iterable
@@ -15,6 +14,7 @@ from itertools import takewhile
 from typing import Any, NoReturn
 
 from .. import __version__
+from .fields import suggestion
 
 LARGEST = 2**31 - 1
 """The largest count that is taken: what mlx holds in 32 bits."""
@@ -74,8 +74,7 @@ class Parser(argparse.ArgumentParser):
 
 def _no_flag(name: str, flags: list[str]) -> str:
     """The complaint about a flag that does not exist."""
-    near = difflib.get_close_matches(name, flags, 1)
-    return f"there is no flag {name}" + (f": did you mean {near[0]}?" if near else "")
+    return f"there is no flag {name}{suggestion(name, flags)}"
 
 
 def _alone(word: str, given: list[str], flags: list[str]) -> str:

@@ -1,8 +1,9 @@
 """Types of the fields of JSON objects, and whether an object has them."""
 
+import difflib
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,21 @@ def shown(value: Any) -> str:
     except (TypeError, ValueError, RecursionError):
         return f"a {type(value).__name__}"
     return text if len(text) <= LONGEST_SHOWN else f"{text[: LONGEST_SHOWN - 3]}..."
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """The end of a complaint, ": did you mean max_tokens?", or nothing where none is near."""
+    near = difflib.get_close_matches(name, list(known), 1)
+    return f": did you mean {near[0]}?" if near else ""
+
+
+def check_names(function: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Raise TypeError, as Python does, for the first keyword argument that is not known."""
+    names = sorted(known)
+    for name in given:
+        if name not in names:
+            near = suggestion(name, names)
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{near}")
 
 
 def check(values: Mapping[str, Any], table: Table, where: str | Path, prefix: str = "") -> None:

@@ -96,7 +96,7 @@ class ScriptedTexts(ScriptedDrafter):
 
 
 def together(model, drafter, prompts=PROMPTS, **kwargs):
-    kwargs = {"max_tokens": LENGTHS, "return_token_ids": True} | kwargs
+    kwargs = {"max_tokens": LENGTHS, "return_token_ids": True, "num_draft_tokens": 3} | kwargs
     return mlx_eagle.batch_generate(model, TOKENIZER, prompts, draft_model=drafter, **kwargs)
 
 

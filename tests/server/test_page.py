@@ -74,7 +74,7 @@ def test_the_policy_lets_only_the_page_itself_run():
 
 
 def test_nothing_comes_from_elsewhere():
-    """No address but names of XML and one link, nothing that a tag would load, no handler within a tag."""
+    """No address but names of XML and a link, nothing that a tag loads, no handler in a tag."""
     document = page({})[0].decode()
     found = set(ADDRESS.findall(document)) - {"http://www.w3.org"}
     assert found == {ELSEWHERE}

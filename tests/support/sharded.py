@@ -78,6 +78,7 @@ def batch(model, drafter) -> list[list[int]]:
         PROMPTS,
         max_tokens=[20, 5, 12],
         draft_model=drafter,
+        num_draft_tokens=3,
         return_token_ids=True,
     ).token_ids
 

@@ -116,6 +116,18 @@ def test_commands_load_it_unasked(home):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("first", "expected"),
+    [("", "True"), ("import mlx.core", "RuntimeError('mlx is imported already")],
+    ids=["ours", "mlx"],
+)
+def test_the_first_public_name_loads_it_unless_mlx_is_there(home, first, expected):
+    code = f"{first}\nimport mlx_eagle\nmlx_eagle.load\ntry: said = mlx_eagle.load_fast_blas()\n"
+    code += "except RuntimeError as err: said = repr(err)\nprint(said)"
+    assert finish(start(home, sys.executable, "-c", code)).startswith(expected)
+
+
+@pytest.mark.exhaustive
 def test_the_number_of_threads_is_the_environments(home):
     code = "import mlx_eagle; mlx_eagle.load_fast_blas(); import mlx_eagle.system.device as d"
     process = start(
