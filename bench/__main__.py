@@ -21,7 +21,7 @@ from mlx_eagle.drafters.base import Drafter
 from mlx_eagle.system.atomic_folder import check_writable
 from mlx_eagle.system.device import prepare_device
 from mlx_eagle.system.exit_codes import USER_ERRORS, run_command
-from mlx_eagle.system.loading import context_size, load
+from mlx_eagle.system.loading import context_size, find_target, load
 from mlx_eagle.system.progress import open_bar
 
 from . import conditions
@@ -153,6 +153,8 @@ def load_models(args: argparse.Namespace) -> tuple[Models, dict[str, str]]:
     wanted = wanted_names(args)
     for name in () if takes_all else wanted:
         find_drafter(name, args.model)
+    if args.compare is not None:
+        find_target(args.compare[1])
     if args.model is None:
         model, tokenizer, own = load_demo(dtype=args.dtype, quantize_bits=args.quantize_draft)
     else:

@@ -73,8 +73,7 @@ class Grammar:
 
     def __init__(self, compiled: Callable[[], str], tokenizer: Any):
         """``compiled`` gives llguidance's form of it. Raises ValueError for one of no use."""
-        if LLMatcher is None:
-            raise ValueError(INSTALL)
+        check_installed()
         self._vocabulary = _vocabulary_of(tokenizer)
         limits = LLParserLimits(verbose_errors=False, step_lexer_fuel=LEXER_FUEL)
         self._matcher = LLMatcher(self._vocabulary.tokens, compiled(), log_level=0, limits=limits)

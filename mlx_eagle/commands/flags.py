@@ -149,11 +149,16 @@ def add_text_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def read_schema(args: argparse.Namespace) -> str | None:
-    """The text of ``--json-schema``; ValueError where the file cannot be read."""
+    """The text of ``--json-schema``.
+
+    ValueError where the file cannot be read, or no text can be held to it or to ``--regex``.
+    """
+    if args.json_schema is not None and args.regex is not None:
+        raise ValueError("--json-schema and --regex exclude each other: give one of them.")
+    if args.json_schema is not None or args.regex is not None:
+        check_installed()
     if args.json_schema is None:
         return None
-    if args.regex is not None:
-        raise ValueError("--json-schema and --regex exclude each other: give one of them.")
     try:
         return Path(args.json_schema).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as err:

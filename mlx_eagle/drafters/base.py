@@ -164,8 +164,8 @@ class Drafter(Protocol):
 
     def __repr__(self) -> str:
         """The class, the size of the weights in MB, and the taps, where there are any."""
-        arrays = [array for m in self.modules() for _, array in tree_flatten(m.parameters())]
-        size = sum(array.nbytes for array in arrays)
+        weights: list[Any] = [tree_flatten(module.parameters()) for module in self.modules()]
+        size = sum(array.nbytes for arrays in weights for _, array in arrays)
         parts = [f"{size / 1e6:.1f} MB" if size else "no weights"]
         parts += [f"taps={self.taps}"] if self.taps else []
         parts += ["copies"] if self.copies is not None else []

@@ -37,8 +37,7 @@ def load(
 
     Raises ValueError, in one sentence, for a name that leads nowhere and for a damaged file.
     """
-    folder = locate(path_or_hf_repo, DEFAULT_ALLOW_PATTERNS)
-    check_target(folder)
+    folder = find_target(path_or_hf_repo)
     try:
         model, tokenizer = mlx_lm.load(
             str(folder), tokenizer_config=tokenizer_config, lazy=True, **options
@@ -49,6 +48,13 @@ def load(
     model = set_precision(model, dtype)
     mx.eval(model.parameters())
     return model, tokenizer
+
+
+def find_target(path_or_hf_repo: str) -> Path:
+    """The folder of a target, downloaded if need be; ValueError as from ``load``."""
+    folder = locate(path_or_hf_repo, DEFAULT_ALLOW_PATTERNS)
+    check_target(folder)
+    return folder
 
 
 def check_target(folder: Path) -> None:

@@ -55,6 +55,11 @@ def read_config(path: str) -> dict[str, Any]:
     """Read the settings in a YAML file; ValueError if it is none, or names an unknown setting."""
     try:
         values = yaml.load(Path(path).read_text(encoding="utf-8"), yaml_loader)
+    except (OSError, UnicodeDecodeError) as err:
+        reason = getattr(err, "strerror", None) or "it is no text"
+        raise ValueError(
+            f"--config {path} cannot be read ({reason}): give a YAML file with settings."
+        ) from err
     except yaml.YAMLError as err:
         raise ValueError(f"{path} is not YAML ({err}).") from err
     if not isinstance(values, dict):

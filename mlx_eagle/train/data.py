@@ -120,21 +120,28 @@ def read_examples(
     return Examples(tuple(sequences), tuple(held_out), tuple(notes))
 
 
-def _load(data: str) -> tuple[list[DataRow], list[DataRow]]:
-    """Read the rows to learn from and those to evaluate on, from a folder or from the hub."""
+def check_data(data: str) -> None:
+    """Raise ValueError unless there is a folder with data, or the hub can be asked for them."""
     path = Path(data)
     if path.exists():
         if not path.is_dir():
             raise ValueError(f"{data} is a file: give the folder that holds it as train.jsonl.")
         if not (path / "train.jsonl").is_file():
             raise ValueError(f"{data} has no train.jsonl: put the training data there.")
-        valid = path / "valid.jsonl"
-        return read_rows(path / "train.jsonl"), read_rows(valid) if valid.is_file() else []
-    if find_spec("datasets") is None:
+    elif find_spec("datasets") is None:
         raise ValueError(
             f"{data} is no folder here, and data sets of the hub need the package datasets: "
             "give a folder that holds train.jsonl, or pip install datasets."
         )
+
+
+def _load(data: str) -> tuple[list[DataRow], list[DataRow]]:
+    """Read the rows to learn from and those to evaluate on, from a folder or from the hub."""
+    check_data(data)
+    path = Path(data)
+    if path.exists():
+        valid = path / "valid.jsonl"
+        return read_rows(path / "train.jsonl"), read_rows(valid) if valid.is_file() else []
     train, valid, _ = load_hf_dataset(data, None, SimpleNamespace())
     if not train:
         raise ValueError(f"{data} has no part named train: give another data set.")

@@ -134,9 +134,15 @@ def locked(output: Path) -> Iterator[None]:
 
     If the folder is empty in the end, because nothing was put into it, it is removed.
     """
-    output.mkdir(parents=True, exist_ok=True)
     path = output / LOCK
-    with path.open("w") as file:
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        opened = path.open("w")
+    except OSError as err:
+        raise ValueError(
+            f"{output} cannot be written ({err.strerror}): give another --output."
+        ) from err
+    with opened as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             is_ours = os.path.samestat(os.fstat(file.fileno()), path.stat())

@@ -9,10 +9,12 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from ..convert.checkpoint import CONFIG_FILES
 from ..drafters.target_parts import find_embedding
 from ..system.device import weight_bytes
+from ..system.hub import locate
 from ..system.stop_signals import StopSignals
-from .data import Examples, read_examples
+from .data import Examples, check_data, read_examples
 from .draft_vocabulary import narrowed, resized_vocabulary, widened
 from .memory import amount, fitting, memory_kept_to
 from .resume import Checkpoints, locked
@@ -48,6 +50,9 @@ def _run(settings: TrainSettings, output: Path) -> TrainReport:
     checkpoints = Checkpoints(output, settings.keep_checkpoints)
     found = checkpoints.latest()
     _check_output(output, settings, found)
+    check_data(settings.data)
+    if settings.init is not None:
+        locate(settings.init, CONFIG_FILES)
     of_others = mx.get_active_memory()
     mx.random.seed(settings.seed)
     model, tokenizer, config = load_target(
