@@ -2,14 +2,16 @@
 
     python docs/pictures.py
 
-They are written to docs/pages/images. Needs the extra ``browser`` and a Chromium on PATH; speeds
-are those of the machine, so nothing else should run on it.
+They are written to docs/pages/images. Needs the extra ``browser`` and a Chromium on PATH. Speeds
+on the page are those of the machine, so nothing else should run on it; ``terminal`` behind the
+name makes the picture of the terminal alone, which has none.
 """
 
 import html
 import os
 import pty
 import re
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -58,7 +60,7 @@ def ask(page: Any) -> None:
 
 
 def draw_terminal(browser: Any) -> None:
-    """What ``make demo`` shows, as a terminal would."""
+    """Drafted tokens as a terminal marks them; without a clock, so that no load shows in it."""
     said = bytearray()
 
     def read(descriptor: int) -> bytes:
@@ -68,9 +70,11 @@ def draw_terminal(browser: Any) -> None:
 
     os.environ["TERM"] = "xterm-256color"
     os.environ.pop("NO_COLOR", None)
-    pty.spawn([sys.executable, "-m", "mlx_eagle.demo", "--max-tokens", "150"], read)
+    flags = ["--show-drafts", "--num-draft-tokens", "3", "--prompt", QUESTION, "--verbose", "F"]
+    pty.spawn([sys.executable, "-m", "mlx_eagle.generate", *flags, "--max-tokens", "150"], read)
     text = said.decode().replace("\r\n", "\n")
-    shown = MARK.sub(r"<b>\1</b>", html.escape(f"$ make demo\n{text}", quote=False))
+    command = shlex.join(["mlx_eagle.generate", *flags[:-2]])
+    shown = MARK.sub(r"<b>\1</b>", html.escape(f"$ {command}\n{text}", quote=False))
     page = browser.new_page(viewport={"width": 900, "height": 200})
     page.set_content(f"<style>{STYLE}</style>{shown.strip()}")
     page.screenshot(path=IMAGES / "terminal.png", full_page=True)
@@ -85,6 +89,8 @@ def main() -> None:
         launch = playwright.chromium.launch
         browser = launch(executable_path=path, args=sandbox, env=environment)
         draw_terminal(browser)
+        if sys.argv[1:] == ["terminal"]:
+            return
         with running({"mlx_eagle.server": ["mlx_eagle.server.__main__"]}) as servers:
             host, port = servers["mlx_eagle.server"].address
             draw_page(browser, f"http://{host}:{port}/")
