@@ -20,6 +20,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .commands.flags import (
+    DRAFTERS,
+    GROUPS,
     add_draft_flags,
     add_text_flags,
     check_arguments,
@@ -32,6 +34,7 @@ from .decoding.setup import AUTO
 from .decoding.stats import Stats
 from .drafters.base import Drafter
 from .generate import GenerationResponse, stream_generate
+from .system.cli_values import group_flags
 from .system.exit_codes import run_command
 from .system.loading import apply_template
 from .system.marks import Marker
@@ -51,7 +54,7 @@ def build_parser() -> argparse.ArgumentParser:
     """mlx-lm's parser, with our flags beside its own."""
     parser = setup_arg_parser()
     parser.prog = "mlx_eagle.chat"
-    parser.description = "Chat with a target model and an EAGLE-3 draft head."
+    parser.description = f"Chat with a target model and a drafter: {DRAFTERS}."
     parser.add_argument("--draft-model", type=str)
     parser.add_argument("--num-draft-tokens", default=AUTO)
     add_draft_flags(parser)
@@ -60,6 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.set_defaults(
         model=None, min_p=0.0, min_tokens_to_keep=1, top_k=0, quantize_activations=False
     )
+    group_flags(parser, GROUPS)
     return parser
 
 

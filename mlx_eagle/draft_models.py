@@ -24,6 +24,7 @@ from .drafters.quantize import Quantization, bits_of
 from .drafters.target_parts import MOST_STEPS, TargetSizes, made_from, sizes_of
 from .system.atomic_folder import AlreadyThere, CannotWrite, discard_folder, locked, user_cache
 from .system.exit_codes import USER_ERRORS
+from .system.fields import suggestion
 from .system.hub import locate, snapshot_of
 from .system.json_file import read_published
 from .system.progress import Bar
@@ -235,6 +236,10 @@ def _find_named(name: str) -> None:
 
 def _find(name: str) -> tuple[Path, Kind | None]:
     """The path of a drafter, downloaded if need be, and its published kind; None if converted."""
+    words = [AUTO, *(word for word, kind in KINDS.items() if kind.by_name is not None)]
+    near = "" if "/" in name or _exists(name) else suggestion(name, words)
+    if near:
+        raise ValueError(f"there is no draft model {name!r}{near}")
     path = locate(name, FILES)
     return path, None if is_converted(path) else KINDS[published_kind(path, name)]
 

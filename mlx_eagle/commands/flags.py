@@ -31,6 +31,7 @@ from ..system.cli_values import (
     use_plain_words,
 )
 from ..system.device import DTYPES, prepare_device
+from ..system.fields import suggestion
 from ..system.loading import load
 from ..system.progress import prompt_bar
 
@@ -63,6 +64,31 @@ DRAFT_WINDOW_HELP = (
     "Keep only the newest N slots of the head's cache, beside the first few: drafts then cost the "
     "same on any context. Default: keep all."
 )
+
+GROUPS = {
+    "the model": (
+        "model", "adapter_path", "trust_remote_code", "dtype", "quantize_activations", "pipeline",
+    ),
+    "drafts": (
+        "draft_model", "num_draft_tokens", "tree", "acceptance", "quantize_draft", "draft_window",
+        "draft_cache", "show_drafts",
+    ),
+    "the prompt": (
+        "prompt", "system_prompt", "prefill_response", "image", "ignore_chat_template",
+        "use_default_chat_template", "chat_template_config",
+    ),
+    "the text": (
+        "max_tokens", "extra_eos_token", "json_schema", "regex", "temp", "top_p", "min_p", "top_k",
+        "xtc_probability", "xtc_threshold", "min_tokens_to_keep", "seed",
+    ),
+    "caches": (
+        "prompt_cache_file", "max_kv_size", "prefill_step_size", "kv_bits", "kv_group_size",
+        "quantized_kv_start",
+    ),
+    "what is said": ("verbose", "memory", "stats_json", "list"),
+}  # fmt: skip
+"""Groups of the flags of generate and chat in their help."""
+DRAFTERS = "an EAGLE, DFlash or DSpark head, MTP layers, a small model, or copies from the text"
 
 
 DRAFT_VOCAB_HELP = (
@@ -190,7 +216,10 @@ def draft_length(text: str) -> int | str:
     try:
         return int(text)
     except ValueError as err:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a whole number nor {AUTO}") from err
+        near = suggestion(text, [AUTO])
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is neither a whole number nor {AUTO}{near}"
+        ) from err
 
 
 def quantized_bits(text: str) -> int:

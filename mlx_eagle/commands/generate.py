@@ -23,12 +23,14 @@ from ..drafters.pairs import pair_lines
 from ..drafters.quantize import packing_words
 from ..generate import footer, stream_generate
 from ..system.atomic_folder import check_writable
-from ..system.cli_values import LARGEST
+from ..system.cli_values import LARGEST, group_flags
 from ..system.device import num_parameters, this_machine, weight_bytes
 from ..system.exit_codes import run_command
 from ..system.loading import apply_template
 from ..system.marks import Marker
 from .flags import (
+    DRAFTERS,
+    GROUPS,
     add_draft_flags,
     add_text_flags,
     check_arguments,
@@ -44,7 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
     """mlx-lm's parser, with our flags beside its own."""
     parser = setup_arg_parser()
     parser.prog = "mlx_eagle.generate"
-    parser.description = "Generate text with a target model and an EAGLE-3 draft head."
+    parser.description = f"Generate text with a target model and a drafter: {DRAFTERS}."
     add_draft_flags(parser)
     add_text_flags(parser)
     parser.add_argument(
@@ -62,6 +64,7 @@ def build_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="List converted heads and known pairs, and exit.",
     )
+    group_flags(parser, GROUPS)
     return parser
 
 

@@ -6,7 +6,7 @@ argparse prints all flags for a wrong one, and names Python types in its complai
 import argparse
 import shlex
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -66,10 +66,22 @@ class Parser(argparse.ArgumentParser):
             self.error(_no_flag(word, flags) if word[0] == "-" else _alone(word, given, flags))
         return found
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            known = [str(choice) for choice in action.choices]
+            near = suggestion(str(value), known) or f": give {_listed(known)}"
+            raise argparse.ArgumentError(action, f"there is no {value!r}{near}")
+
     def error(self, message: str) -> NoReturn:
         sentence = " ".join(message.removeprefix("argument ").split()).rstrip(".")
         end = "" if sentence.endswith("?") else "."
         self.exit(2, f"error: {sentence}{end} More: {self.prog} --help\n")
+
+
+def _listed(values: Iterable[Any]) -> str:
+    """Words for a choice: "2, 3 or 4"."""
+    *most, last = map(str, values)
+    return f"{', '.join(most)} or {last}" if most else last
 
 
 def _no_flag(name: str, flags: list[str]) -> str:
@@ -94,6 +106,21 @@ def use_plain_words(parser: argparse.ArgumentParser) -> None:
     parser.__class__ = Parser
     for action in parser._actions:
         action.type = READERS.get(action.type, action.type)
+
+
+def group_flags(parser: argparse.ArgumentParser, groups: Mapping[str, Collection[str]]) -> None:
+    """Let ``--help`` show flags in groups: titles, and the attributes of the flags below them.
+
+    Flags of no group stay in front. The usage is one line: the groups say the same.
+    """
+    parser.usage = "%(prog)s [flags]"
+    for title, names in groups.items():
+        found = [action for action in parser._optionals._group_actions if action.dest in names]
+        if found:
+            group = parser.add_argument_group(title)
+        for action in found:
+            parser._optionals._group_actions.remove(action)
+            group._group_actions.append(action)
 
 
 @dataclass(frozen=True)
@@ -125,8 +152,7 @@ def check_ranges(args: object, ranges: Iterable[Range]) -> None:
 def check_choice(name: str, value: Any, choices: tuple[int, ...]) -> None:
     """Raise ValueError unless ``value`` is one of ``choices``, or None."""
     if value is not None and value not in choices:
-        listed = f"{', '.join(map(str, choices[:-1]))} or {choices[-1]}"
-        raise ValueError(f"{flag_of(name)} is {value}: give {listed}.")
+        raise ValueError(f"{flag_of(name)} is {value}: give {_listed(choices)}.")
 
 
 def flag_of(name: str) -> str:

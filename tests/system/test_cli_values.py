@@ -64,10 +64,26 @@ def test_a_flag_that_there_is_not(capsys, name):
             "--num-draft-tokens many",
             "--num-draft-tokens: 'many' is neither a whole number nor auto",
         ),
+        (
+            "--num-draft-tokens atuo",
+            "--num-draft-tokens: 'atuo' is neither a whole number nor auto: did you mean auto?",
+        ),
+        ("--dtype flaot32", "--dtype: there is no 'flaot32': did you mean float32?"),
+        ("--acceptance x", "--acceptance: there is no 'x': give match, coupled or reject"),
     ],
 )
 def test_what_was_meant(capsys, flags, sentence):
     assert said(capsys, "generate", *flags.split()) == sentence
+
+
+@pytest.mark.parametrize("name", ["generate", "chat"])
+def test_help_is_in_groups(name):
+    """Every flag is in one, but for help and version; the longest is read at a glance."""
+    groups = PARSERS[name]()._action_groups
+    shown = [{action.dest for action in group._group_actions} for group in groups]
+    assert shown[1] == {"help", "version"} and len(shown) > 5
+    assert all(0 < len(dests) <= 12 for dests in shown[1:])
+    assert sum(map(len, shown)) == len(PARSERS[name]()._actions)
 
 
 def test_what_is_right_is_read(capsys):
