@@ -33,7 +33,7 @@ from ..system.cli_values import (
 from ..system.device import DTYPES, prepare_device
 from ..system.fields import suggestion
 from ..system.loading import load
-from ..system.progress import prompt_bar
+from ..system.progress import prompt_bar, told_if_long
 
 SHARE = "a number from 0 to 1"
 DRAFT_WINDOW = Range("draft_window", 1, LARGEST, "the number of slots to keep, 1 or more")
@@ -281,13 +281,24 @@ def load_pair(
         bits_of_own = bits if is_own else None
         model, tokenizer, own = load_demo(dtype=args.dtype, quantize_bits=bits_of_own)
     else:
-        model, tokenizer = load(
-            args.model,
-            tokenizer_config,
-            adapter_path=args.adapter_path,
-            model_config={"quantize_activations": args.quantize_activations},
-            trust_remote_code=args.trust_remote_code,
-            dtype=args.dtype,
+        with told_if_long(f"Loading {args.model}."):
+            model, tokenizer = load(
+                args.model,
+                tokenizer_config,
+                adapter_path=args.adapter_path,
+                model_config={"quantize_activations": args.quantize_activations},
+                trust_remote_code=args.trust_remote_code,
+                dtype=args.dtype,
+            )
+    with told_if_long("Opening the draft model."):
+        _, drafter = open_beside(
+            own,
+            name,
+            model,
+            tokenizer,
+            quantize_bits=bits,
+            draft_window=args.draft_window,
+            target=args.model,
         )
     _, drafter = open_beside(
         own,

@@ -5,11 +5,15 @@ makes people wait draws nothing by itself: it calls a callback ``(done, total)``
 ``prompt_progress_callback`` is.
 """
 
-from collections.abc import Callable
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from tqdm import tqdm
 
 Progress = Callable[[int, int], None]
+PATIENCE = 2.0  # seconds in which nobody wonders what happens
 
 
 def open_bar(total: int, what: str, unit: str) -> tqdm:
@@ -47,6 +51,19 @@ class Bar:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+@contextmanager
+def told_if_long(sentence: str) -> Iterator[None]:
+    """A block that says on standard error what it does, once it takes longer than PATIENCE."""
+    # tqdm writes above a bar that may be there by then.
+    timer = threading.Timer(PATIENCE, tqdm.write, (sentence, sys.stderr))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def prompt_bar(step_size: int) -> Progress:

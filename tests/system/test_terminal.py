@@ -2,6 +2,7 @@
 
 import io
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
 
@@ -16,12 +17,14 @@ from mlx_lm.generate import generate_step
 import mlx_eagle
 from mlx_eagle import chat
 from mlx_eagle import draft_models as drafters
+from mlx_eagle.commands import flags
 from mlx_eagle.commands import generate as cli
 from mlx_eagle.convert import convert
 from mlx_eagle.convert.__main__ import main as convert_main
 from mlx_eagle.decoding.generate_step import speculative_generate_step
+from mlx_eagle.system import progress
 from mlx_eagle.system.hub import fetch
-from mlx_eagle.system.progress import Bar, prompt_bar
+from mlx_eagle.system.progress import Bar, prompt_bar, told_if_long
 
 READING, CONVERTING = "Reading the prompt", "Converting"
 MODEL = tiny_llama(vocab_size=258)
@@ -233,3 +236,34 @@ def test_downloads_have_the_hubs_own_bars(tmp_path, monkeypatch):
         use_hub(monkeypatch, hub.address, tmp_path)
         fetch("some/head", ["*.json", "*.safetensors"])
     assert "Fetching" in terminal.getvalue()
+
+
+def test_only_long_silence_is_explained(monkeypatch, capsys):
+    """On standard error, once; nothing where it was over before."""
+    monkeypatch.setattr(progress, "PATIENCE", 0.05)
+    with told_if_long("Loading a."):
+        time.sleep(0.5)
+    monkeypatch.setattr(progress, "PATIENCE", 0.5)
+    with told_if_long("Loading b."):
+        pass
+    time.sleep(0.6)
+    assert capsys.readouterr() == ("", "Loading a.\n")
+
+
+def test_loading_is_explained(monkeypatch, capsys):
+    """The target's by the name that was given, and the draft model's."""
+    monkeypatch.setattr(progress, "PATIENCE", 0.01)
+
+    def slow(*args, **options):
+        time.sleep(0.1)
+        return (MODEL, byte_tokenizer()) if args[0] == "a/target" else (None, DRAFTER)
+
+    monkeypatch.setattr(flags, "load", slow)
+    monkeypatch.setattr(flags, "open_beside", slow)
+    args = cli.build_parser().parse_args(["--model", "a/target", "--draft-model", "lookup"])
+    assert flags.load_pair(args, {})[2] is DRAFTER
+    said = capsys.readouterr().err.splitlines()
+    assert [s for s in said if "ing " in s][:2] == [
+        "Loading a/target.",
+        "Opening the draft model.",
+    ]
