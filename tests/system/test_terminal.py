@@ -263,7 +263,5 @@ def test_loading_is_explained(monkeypatch, capsys):
     args = cli.build_parser().parse_args(["--model", "a/target", "--draft-model", "lookup"])
     assert flags.load_pair(args, {})[2] is DRAFTER
     said = capsys.readouterr().err.splitlines()
-    assert [s for s in said if "ing " in s][:2] == [
-        "Loading a/target.",
-        "Opening the draft model.",
-    ]
+    expected = ["Loading a/target.", "Opening the draft model."]
+    assert [sentence for sentence in said if sentence in expected] == expected
