@@ -138,6 +138,7 @@ def open_measurement(
             "--draft-vocab": args.draft_vocab,
             "--quantize-draft": "none" if args.quantize_draft == 0 else args.quantize_draft,
         }
+        find_drafter(args.draft_model, args.model)
         print(f"Starting two servers of {model}.", file=sys.stderr)
         return ServerMeasurement(args.model, flags, names, questions, settings)
     print(f"Loading {model}.", file=sys.stderr)

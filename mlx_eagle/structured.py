@@ -46,6 +46,12 @@ ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator
 braces, keys and quotes are not forced where a space may come before them."""
 
 
+def check_installed() -> None:
+    """Raise ValueError, saying how to get it, where llguidance is not installed."""
+    if LLMatcher is None:
+        raise ValueError(INSTALL)
+
+
 class GrammarError(ValueError):
     """A text that cannot go on as its grammar wants, which is its client's mistake."""
 

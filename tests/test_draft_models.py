@@ -191,3 +191,13 @@ def test_names_that_no_drafter_can_have(name, sentence):
     with pytest.raises(ValueError, match=sentence) as found:
         find_drafter(name)
     assert len(str(found.value)) < 600 and "\n" not in str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("lokup", "lookup"), ("atuo", "auto"), ("mtpp", "mtp")]
+)
+def test_a_name_that_is_nearly_a_word(name, meant):
+    with pytest.raises(
+        ValueError, match=f"^there is no draft model '{name}': did you mean {meant}"
+    ):
+        find_drafter(name)

@@ -17,7 +17,7 @@ from ..demo.pair import load_demo
 from ..draft_models import LOOKUP, find_drafter, known_pairs, open_beside, split_name
 from ..drafters.base import Drafter, NullDrafter
 from ..drafters.output_rows import read_draft_vocab
-from ..structured import JSONSchema, Regex
+from ..structured import JSONSchema, Regex, check_installed
 from ..system.cli_values import (
     GROUP_SIZES,
     LARGEST,
@@ -300,16 +300,17 @@ def load_pair(
             draft_window=args.draft_window,
             target=args.model,
         )
-    _, drafter = open_beside(
-        own,
-        name,
-        model,
-        tokenizer,
-        quantize_bits=bits,
-        draft_window=args.draft_window,
-        draft_vocab=args.draft_vocab,
-        target=args.model,
-    )
+    with told_if_long("Opening the draft model."):
+        _, drafter = open_beside(
+            own,
+            name,
+            model,
+            tokenizer,
+            quantize_bits=bits,
+            draft_window=args.draft_window,
+            draft_vocab=args.draft_vocab,
+            target=args.model,
+        )
     say_expectations(args, model, drafter)
     if args.draft_cache != "exact":
         drafter = (drafter or NullDrafter()).with_draft_cache(args.draft_cache)

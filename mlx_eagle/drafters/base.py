@@ -14,6 +14,7 @@ from typing import Any, NoReturn, Protocol, Self, TypeGuard, runtime_checkable
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx.utils import tree_flatten
 
 from ..target.cache_view import CacheView
 from ..target.tree_rows import ancestors
