@@ -237,8 +237,8 @@ def _find_named(name: str) -> None:
 def _find(name: str) -> tuple[Path, Kind | None]:
     """The path of a drafter, downloaded if need be, and its published kind; None if converted."""
     words = [AUTO, *(word for word, kind in KINDS.items() if kind.by_name is not None)]
-    near = "" if "/" in name or _exists(name) else suggestion(name, words)
-    if near:
+    near = suggestion(name, words)
+    if near and "/" not in name and not _exists(name):
         raise ValueError(f"there is no draft model {name!r}{near}")
     path = locate(name, FILES)
     return path, None if is_converted(path) else KINDS[published_kind(path, name)]

@@ -69,6 +69,7 @@ class BatchOptions(TypedDict, total=False):
     sampler: Sampler | None
     logits_processors: list[LogitsProcessor] | None
     acceptance: str | None
+    exact: bool
     prefill_step_size: int
     max_kv_size: int | None
     completion_batch_size: int | None

@@ -71,7 +71,7 @@ GROUPS = {
     ),
     "drafts": (
         "draft_model", "num_draft_tokens", "tree", "acceptance", "quantize_draft", "draft_window",
-        "draft_cache", "show_drafts",
+        "draft_vocab", "draft_cache", "exact", "show_drafts",
     ),
     "the prompt": (
         "prompt", "system_prompt", "prefill_response", "image", "ignore_chat_template",
@@ -290,16 +290,6 @@ def load_pair(
                 trust_remote_code=args.trust_remote_code,
                 dtype=args.dtype,
             )
-    with told_if_long("Opening the draft model."):
-        _, drafter = open_beside(
-            own,
-            name,
-            model,
-            tokenizer,
-            quantize_bits=bits,
-            draft_window=args.draft_window,
-            target=args.model,
-        )
     with told_if_long("Opening the draft model."):
         _, drafter = open_beside(
             own,

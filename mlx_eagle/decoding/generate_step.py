@@ -52,6 +52,7 @@ class StepOptions(TypedDict, total=False):
     logits_processors: list[LogitsProcessor] | None
     acceptance: str | None
     tree: Tree | str | None
+    exact: bool
     prompt_cache: list[Any] | None
     max_kv_size: int | None
     prefill_step_size: int

@@ -110,7 +110,7 @@ def test_rules_for_sampling(server, asked_of_decoder):
 
 REFUSED = {
     "word": ({"num_draft_tokens": "three"}, "num_draft_tokens is 'three': give a number or"),
-    "not yes": ({"exact": "yes"}, "exact is a string: give true or false"),
+    "not yes": ({"exact": "yes"}, "exact is a string: give a boolean"),
     "number": ({"tree": 4}, "tree is a number: give a string"),
     "no tree": ({"tree": "4x4"}, "give WIDTHxDEPTH:NODES"),
     "empty": ({"tree": ""}, "give WIDTHxDEPTH:NODES"),
