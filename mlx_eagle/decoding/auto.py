@@ -160,11 +160,13 @@ class AdaptiveController:
         self._copies = [shape for shape in COPIES if copies and shape not in costs.failed]
         self._copied = CopyAcceptance(costs.copies)
         self._has_answers = False  # whether another answer has matched
+        self._priced: list[DraftShape] = []  # by the latest plans: cut by confidence, or PLAIN
         self._tried_copies: dict[DraftShape, float] = {}  # planned to be tried, beside what gain
         self._can_draw = can_draw
         self._is_asked = False
         self._trial = trial
         self._accepted = Acceptance(costs.acceptance, max((s.size for s in shapes), default=1))
+        self._best_draft = PLAIN, 0.0  # with its gain
         self._latest = PLAIN  # chosen; perhaps not recorded yet
         self._is_timing = False  # off for a few steps, to see what they cost
         self._num_tokens = 0
@@ -185,17 +187,29 @@ class AdaptiveController:
     def next_plan(self, num_tokens: int, matches: Sequence[TextMatch] = ()) -> DraftPlan:
         """See ``Controller``."""
         shape = self._next_shape(num_tokens)
+        prices = self._prices(shape)
+        self._priced = [*self._priced[-1:], shape if prices else PLAIN]
         if not self._copies or self._is_timing:
-            return DraftPlan(shape)
+            return DraftPlan(shape, prices=prices)
         self._tried_copies = {}
         if self._num_requests > 1:
             return self._shared_plan(shape, matches)
         gain = max(1.0, self._gain(shape))
         own = tuple(self._or_copy(shape, gain, least) for least in LEAST_MATCHES)
         if not self._has_answers:  # a first match in an answer is only watched
-            return DraftPlan(shape, own)
+            return DraftPlan(shape, own, prices=prices)
         others = tuple(self._or_copy(shape, gain, least, True) for least in LEAST_MATCHES)
-        return DraftPlan(shape, own, others)
+        return DraftPlan(shape, own, others, prices)
+
+    def _prices(self, shape: DraftShape) -> dict[int, float]:
+        """Prices of chains up to ``shape``: see ``DraftPlan``. {} unless it is the best one."""
+        if self._num_requests > 1 or shape.size < 2 or shape.tree is not None:
+            return {}
+        best, gain = self._best_draft
+        if shape != best:  # to be tried as it is
+            return {}
+        shorter = (s for s in self._shapes if s.tree is None and s.size <= shape.size)
+        return {s.size: max(1.0, gain) * self._cost(s) for s in shorter}
 
     def _or_copy(
         self, shape: DraftShape, gain: float, match_length: int, is_answer: bool = False
@@ -262,6 +276,7 @@ class AdaptiveController:
             rows = WHILE_OFF
         else:
             best = self._best(self._drafted)
+            self._best_draft = best
             rows = WHILE_DRAFTING
         act = next(act for holds, act in rows if holds(self, *best))
         return act(self, *best)
@@ -327,11 +342,13 @@ class AdaptiveController:
         """Learn what was accepted and lost; of a try, only what it costs beyond the estimate."""
         num_tokens = sum(kept) / len(kept) + 1
         best, gain = self._best(self._drafted)
-        if shape != best:
+        planned = self._priced[0] if self._priced else PLAIN
+        is_cut = shape.tree is None and shape.size < planned.size
+        if shape != best and not is_cut:
             self._count_try(shape, num_tokens / max(gain, 1.0))
         self._accepted.learn(shape, kept, ranks)
         self._costs.acceptance.learn(shape, kept, ranks, PAIR_MEMORY)
-        counted = num_tokens if best in (shape, PLAIN) else self._cost(shape)
+        counted = num_tokens if is_cut or best in (shape, PLAIN) else self._cost(shape)
         self._rounds.append((shape, counted))
         if self._lost() <= 0:
             self._rounds.clear()

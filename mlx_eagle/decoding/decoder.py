@@ -4,7 +4,7 @@ What happens here is how a round is built, committed and undone; ``loop.py`` dec
 """
 
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -16,7 +16,7 @@ import numpy as np
 from ..drafters.acceptance_stats import CopySeen
 from ..drafters.base import Draft, Drafter, PendingPairs
 from ..drafters.copies import Copies
-from ..drafters.tree import PLAIN, DraftPlan, DraftShape
+from ..drafters.tree import NO_PRICES, PLAIN, DraftPlan, DraftShape
 from ..target.cache_view import CacheView, close_windows, open_windows
 from ..target.kernels import KernelOptions
 from ..target.rollback import CacheQuantization, Checkpoint
@@ -318,14 +318,18 @@ class Decoder:
                 for checkpoint in checkpoints:
                     checkpoint.rollback(0)
 
-    def launch(self, shape: DraftShape, absorb: bool = False, most_forced: int = 0) -> Round:
+    def launch(
+        self, shape: DraftShape, absorb: bool = False, most_forced: int = 0,
+        prices: Mapping[int, float] = NO_PRICES,
+    ) -> Round:  # fmt: skip
         """Build one round that drafts ``shape``, and start it without waiting.
 
         A shape of size 0 is a step of plain decoding: unless it is to ``absorb`` the step, the
         drafter falls behind, and catches up before it proposes again. It does absorb the step
         after a round that failed, for that may have left it nothing to start from. In front of
         what is drafted come up to ``most_forced`` tokens that a grammar forces, if it does. Where
-        the shape is a copy, the drafter does not draft, and absorbs the round later.
+        the shape is a copy, the drafter does not draft, and absorbs the round later. For
+        ``prices`` see ``DraftPlan``.
         """
         if not self.is_exact:
             open_windows(self.cache)
@@ -344,10 +348,8 @@ class Decoder:
         # 1. Draft: the drafter proposes what may follow the root, or it is copied.
         with self._undone_on_failure(before_draft), mx.stream(self.stream):
             choice = self.rule.open(self.num_emitted, shape.num_levels)
-            if copied:
-                draft = Draft(mx.array(copied, mx.int32))
-            else:
-                draft = propose(self.drafter, CacheView(self.cache), shape, choice, forced)
+            draft = Draft(mx.array(copied, mx.int32)) if copied else None
+            draft = draft or self._propose(shape, choice, forced, prices)
             if is_drafted:
                 # The device drafts while the host builds the target's pass, the larger graph.
                 mx.async_eval(draft.tokens)

@@ -264,7 +264,8 @@ class SingleRunner:
 
     def launch(self, plan: DraftPlan) -> Round:
         most_forced = self.limits.at_most(DraftShape(MOST_FORCED), self.num_tokens).size
-        return self.decoder.launch(self.choose(plan), most_forced=most_forced)
+        shape = self.choose(plan)
+        return self.decoder.launch(shape, most_forced=most_forced, prices=plan.prices)
 
     def can_run_ahead(self, done: Round) -> bool:
         """See ``Runner``; not with a grammar: what it forces next follows from the token."""

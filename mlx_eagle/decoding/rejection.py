@@ -81,7 +81,7 @@ class RejectChoice:
         num_depths = draft.num_levels + 1
         noise = self.sampling.noises(self.position, num_depths, log_p.shape[1], self.REST)
         if tree_mask is None or draft.parents is None:
-            if len(self.levels) == len(draft) > 0:
+            if len(self.levels) >= len(draft) > 0:
                 return self._verify_chain(draft, log_p, noise, logits)
             return match(draft, tree_mask, mx.argmax(log_p + noise, axis=-1), logits)
         # At each depth only one row can be reached: the others may have its random numbers.
@@ -101,10 +101,14 @@ class RejectChoice:
     def _verify_chain(
         self, draft: Draft, log_p: mx.array, noise: mx.array, logits: mx.array
     ) -> Verification:
-        """``verify`` a chain that was drawn here: a row has one child, the next, the last none."""
-        drawn_from = [level.log_q for level in self.levels]
+        """``verify`` a chain that was drawn here: a row has one child, the next, the last none.
+
+        It may have been cut, by what was known before the next token was drawn.
+        """
+        levels = self.levels[: len(draft)]
+        drawn_from = [level.log_q for level in levels]
         q = mx.exp(mx.concatenate([*drawn_from, drawn_from[-1]]))
-        index = [level.index.astype(mx.int32) for level in self.levels]
+        index = [level.index.astype(mx.int32) for level in levels]
         children = mx.concatenate([*index, mx.array([[-1]])])
         coins = self._coins(len(draft) + 1, 1)
         kept, left = try_in_turn(mx.exp(log_p), q, self.levels[0].ids, children, coins)

@@ -5,7 +5,7 @@ what one of them can or cannot do is a member here, never a question of its clas
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from os import PathLike
@@ -37,7 +37,9 @@ class Draft:
     ``parents`` (k,) makes them a tree, whose deepest token is ``depth`` levels below the root:
     ``parents[i]`` is the row of the verify pass that token i continues. None: a chain. ``form``
     is the same where the host knows it, because the tree is static. ``draw_index`` (k,) is that of
-    ``tree.TreeNodes``; None where no rule was asked for the tokens.
+    ``tree.TreeNodes``; None where no rule was asked for the tokens. ``confidence`` (k,) is the
+    drafter's own estimate of how likely each token of a chain is kept if all before it are, made
+    before the token was chosen; None where it has none.
     """
 
     tokens: mx.array
@@ -45,6 +47,7 @@ class Draft:
     depth: int = 0
     form: tuple[int, ...] | None = None
     draw_index: mx.array | None = None
+    confidence: mx.array | None = None
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
@@ -67,6 +70,28 @@ class Draft:
         See ``tree_rows.ancestors``.
         """
         return None if self.parents is None else ancestors(self.parents, self.depth)
+
+    def worth(self, prices: Mapping[int, float]) -> "Draft":
+        """Cut the draft where more tokens promise less than they cost; waits for ``confidence``.
+
+        ``prices`` are tokens that a round of each length must emit. Whether a token stays depends
+        on nothing that was known after it was chosen: rejection sampling needs that.
+        """
+        if self.confidence is None or not prices:
+            return self
+        waited: Any = self.confidence.tolist()
+        reached = 1.0
+        size = min(prices)
+        for done, chance in enumerate(waited):
+            further = [n for n in prices if done < n <= len(self)]
+            if done == size and further:
+                left = (sum(reached * chance**i for i in range(1, n - done + 1)) for n in further)
+                gains = (tokens - prices[n] for tokens, n in zip(left, further, strict=True))
+                if max(gains) <= -prices[done]:
+                    break
+                size = min(further)
+            reached *= chance
+        return self if size >= len(self) else Draft(self.tokens[:size])
 
 
 def empty_draft() -> Draft:

@@ -274,8 +274,14 @@ class DFlashDrafter(FeatureDrafter):
         states = self.head(block, self.cache[:-1])
         self.num_forwards += 1
         trim_prompt_cache(self.cache[:-1], block.shape[1])
-        tokens = self.read(states[:, self.head.config.first_slot :], anchor, pick)
-        return Draft(mx.concatenate(tokens))
+        states = states[:, self.head.config.first_slot :]
+        tokens = mx.concatenate(self.read(states, anchor, pick))
+        before = mx.concatenate([anchor.astype(mx.int32), tokens[:-1]])
+        return Draft(tokens, confidence=self.confidence(states[0], before))
+
+    def confidence(self, states: mx.array, before: mx.array) -> mx.array | None:
+        """``Draft.confidence`` from the states (k, h) of the slots and the tokens before each."""
+        return None
 
     def block_after(self, anchors: mx.array, size: int) -> mx.array:
         """The rows (B, m, h) of a block that drafts ``size`` tokens, behind anchors (B, 1, h)."""

@@ -19,13 +19,15 @@ from .block_config import BlockConfig, fields_from, known_tensors, merged
 from .dflash import BlockAttention, BlockLayer, DFlashDrafter, DFlashHead, block_kind
 from .kind import Tensor, Tensors
 
-CONFIDENCE = "confidence_head."
-"""Estimates of acceptance: tensors that no draft depends on."""
+CONFIDENCE = ("confidence_head.proj.weight", "confidence_head.proj.bias")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DSparkConfig(BlockConfig):
     """DFlash config plus the rank and kind of the head that reads the token before.
+
+    ``confidence`` says what the head's own estimates of acceptance are made from: the "state" of
+    a slot, the token before it besides ("markov"), or "none" where it makes none.
 
     Where ``is_gemma``, layers are those of Gemma 4's global attention; with ``values_are_keys``,
     values are the keys before their norm.
@@ -33,6 +35,7 @@ class DSparkConfig(BlockConfig):
 
     markov_rank: Annotated[int, whole(1, 2**16)] = 1
     markov_kind: Annotated[str, one_of("vanilla", "gated", "rnn")] = "vanilla"
+    confidence: Annotated[str, one_of("none", "state", "markov")] = "none"
     is_gemma: bool = False
     values_are_keys: bool = False
 
@@ -75,6 +78,23 @@ class MarkovHead(nn.Module):
             carried = gate * carried + (1 - gate) * mx.tanh(new)
             own = mx.tanh(out)
         return own, carried
+
+
+class ConfidenceHead(nn.Module):
+    """Estimates of how likely each slot's token is kept if those before it are."""
+
+    def __init__(self, config: DSparkConfig):
+        super().__init__()
+        rank = config.markov_rank if config.confidence == "markov" else 0
+        self.proj = nn.Linear(config.hidden_size + rank, 1)
+
+    def __call__(self, states: mx.array, before: mx.array | None) -> mx.array:
+        """Chances (k,) from states (k, h) and, if asked for, the tokens before, embedded (k, r).
+
+        DeepSpec, modeling/dspark/markov_head.py: sigmoid(w [h, w1[y]] + b).
+        """
+        rows = states if before is None else mx.concatenate([states, before], axis=-1)
+        return mx.sigmoid(self.proj(rows)[:, 0].astype(mx.float32))
 
 
 class GemmaAttention(BlockAttention):
@@ -120,10 +140,13 @@ class DSparkHead(DFlashHead):
     """Weights of a DSpark head."""
 
     config: DSparkConfig
+    never_quantized = ("confidence_head.proj",)
 
     def __init__(self, config: DSparkConfig):
         super().__init__(config)
         self.markov_head = MarkovHead(config)
+        if config.confidence != "none":
+            self.confidence_head = ConfidenceHead(config)
 
     def make_layer(self) -> nn.Module:
         return GemmaLayer(self.config) if self.config.is_gemma else BlockLayer(self.config)
@@ -147,14 +170,26 @@ class DSparkDrafter(DFlashDrafter):
             tokens.append(before)
         return tokens
 
+    def confidence(self, states: mx.array, before: mx.array) -> mx.array | None:
+        head = self.head
+        if head.config.confidence == "none":
+            return None
+        is_told = head.config.confidence == "markov"
+        chances: mx.array = head.confidence_head(
+            states, head.markov_head.markov_w1(before) if is_told else None
+        )
+        return chances
+
 
 def tensors_of(tensors: Tensors) -> dict[str, Tensor]:
-    """The tensors that drafts depend on, under the names of our modules.
+    """The tensors under the names of our modules; of a confidence head, all or none.
 
     Checkpoints are by DeepSpec, speculators, SpecForge, LiquidAI or NVIDIA.
     """
     found = known_tensors(tensors)
-    return {name: found[name] for name in found if not name.startswith(CONFIDENCE)}
+    if all(name in found for name in CONFIDENCE):
+        return found
+    return {name: found[name] for name in found if not name.startswith("confidence_head.")}
 
 
 def config_from(tensors: Tensors, config: Mapping[str, Any]) -> DSparkConfig:
@@ -174,10 +209,15 @@ def config_from(tensors: Tensors, config: Mapping[str, Any]) -> DSparkConfig:
     kind = "gated" if "markov_head.gate_proj.weight" in tensors else "vanilla"
     kind = "rnn" if "markov_head.joint_proj.weight" in tensors else kind
     w1 = tensors.get("markov_head.markov_w1.weight")
+    estimates = "none"
+    if CONFIDENCE[0] in tensors:
+        is_of_state = tensors[CONFIDENCE[0]].shape[-1] == fields["hidden_size"]
+        estimates = "state" if is_of_state else "markov"
     made = fields | {
         "first_slot": _first_slot(config, settings, fields["block_size"]),
         "markov_rank": w1.shape[-1] if w1 is not None else 0,
         "markov_kind": kind,
+        "confidence": estimates,
     }
     return DSparkConfig.from_dict(made, "config.json")
 

@@ -6,9 +6,10 @@ where row 0 is the root and row i + 1 is token i, so ``parents[i] <= i``. A chai
 """
 
 from bisect import bisect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -324,16 +325,21 @@ LEAST_MATCHES = (1, 2, 3, 5, 9, 17)
 """Tokens of a match, the least of each class for which a length is chosen ahead."""
 
 
+NO_PRICES: Mapping[int, float] = MappingProxyType({})
+
+
 class DraftPlan(NamedTuple):
     """Shapes chosen before the text is known that they follow.
 
     ``shape`` where nothing matches. ``by_match[i]`` behind a match of ``LEAST_MATCHES[i]`` tokens
-    or more; ``by_answer`` likewise where the match is in another answer.
+    or more; ``by_answer`` likewise where the match is in another answer. ``prices`` are tokens
+    that a round of each shorter length must emit to be worth its time; {}: do not cut the draft.
     """
 
     shape: DraftShape
     by_match: tuple[DraftShape, ...] = ()
     by_answer: tuple[DraftShape, ...] = ()
+    prices: Mapping[int, float] = NO_PRICES
 
     def behind(self, match_length: int, is_answer: bool = False) -> DraftShape:
         """The shape for a text whose end matches that many tokens elsewhere."""

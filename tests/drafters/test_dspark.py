@@ -1,4 +1,7 @@
-"""DSpark: drafts against the NumPy twin, its packagings, which slot drafts first."""
+"""DSpark: drafts against the NumPy twin, packagings, the first slot, confidence."""
+
+from copy import copy
+from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
@@ -6,22 +9,27 @@ import pytest
 from block_twin import (
     PROMPTS,
     TOLERANCE,
+    Twin,
     compare_rounds,
     drafted_logits,
     features_of,
     learned_head,
     published,
     relative,
+    sigmoid,
     tiny_dspark,
     twin_logits,
 )
+from costs import SettledCosts, curve
 from helpers import PROMPT, byte_tokenizer, plain, speculative, tiny_llama
 from mlx.utils import tree_flatten
 from test_dflash import FLAT, LAYER, NESTED, without
 
 import mlx_eagle
 from mlx_eagle.convert import convert
-from mlx_eagle.drafters.dspark import config_from
+from mlx_eagle.decoding import generate_step
+from mlx_eagle.drafters.base import Draft
+from mlx_eagle.drafters.dspark import ConfidenceHead, config_from
 from mlx_eagle.drafters.kinds import load_drafter, recognise
 
 LLAMA, TOKENIZER = tiny_llama(num_hidden_layers=6), byte_tokenizer()
@@ -150,17 +158,86 @@ def test_liquid_turns_neighbouring_channels():
 def test_packagings_convert(tmp_path, config, kind):
     first = 1 if config is SPECULATORS else 0
     drafter = tiny_dspark(LLAMA, markov_kind=kind, first_slot=first)
-    more = {
-        "confidence_head.proj.weight": mx.ones((1, 72)),
-        "confidence_head.proj.bias": mx.ones(1),
-    }
-    source = published(tmp_path / "source", drafter, config, more=more)
+    source = published(tmp_path / "source", drafter, config)
     written = convert(str(source), str(tmp_path / "head"), quantize=False)
     assert written["kind"] == "dspark" and written["markov_kind"] == kind
     loaded, text = load_drafter(tmp_path / "head", LLAMA).begin(), [*PROMPT, 5]
     features = mx.array(features_of(LLAMA, loaded.taps, text).astype(np.float32))
     loaded.extend(mx.array(text[1:]), features[:-1])
     assert relative(drafted_logits(loaded, 6), twin_logits(drafter, LLAMA, text, 6)) < TOLERANCE
+
+
+@pytest.mark.parametrize("part", ["state", "markov"])
+def test_confidence_is_kept_and_as_deepspec_has_it(tmp_path, part):
+    drafter = tiny_dspark(LLAMA, confidence=part)
+    source = published(tmp_path / "source", drafter, TOP)
+    assert convert(str(source), str(tmp_path / "head"), q_bits=8)["confidence"] == part
+    text = [*PROMPT, 5]
+    begun = drafter.begin()
+    features = features_of(LLAMA, drafter.taps, text)
+    begun.extend(mx.array(text[1:]), mx.array(features.astype(np.float32))[:-1])
+    draft = begun.propose(6, lambda logits, ids: mx.argmax(logits, axis=-1))
+    twin = Twin(drafter.head)
+    block = np.array(drafter._embed(mx.array([text[-1], *[11] * 5])), np.float64)
+    rows = twin.states(features[:-1], block)
+    if part == "markov":
+        before = [text[-1], *draft.tokens.tolist()[:-1]]
+        rows = np.concatenate([rows, twin.w["markov_head.markov_w1.weight"][before]], axis=1)
+    weight = twin.w["confidence_head.proj.weight"][0]
+    wanted = sigmoid(rows @ weight + twin.w["confidence_head.proj.bias"][0])
+    assert np.abs(np.array(draft.confidence) - wanted).max() < TOLERANCE
+
+
+def with_confidence(drafter, chance: float):
+    """The same head, with an estimate that is always this one."""
+    made = drafter.begin()
+    made.head = copy(drafter.head)
+    made.head.config = replace(made.head.config, confidence="state")
+    head = ConfidenceHead(made.head.config)
+    head.proj.weight = mx.zeros_like(head.proj.weight)
+    head.proj.bias = mx.array([np.log(chance / (1 - chance))])
+    made.head.confidence_head = head
+    return made
+
+
+@pytest.mark.parametrize("rule", ["greedy", "coupled", "reject"])
+@pytest.mark.parametrize("chance", [0.01, 0.99])
+def test_auto_ends_drafts_where_confidence_falls_below_the_next_rows_cost(
+    learned, monkeypatch, rule, chance
+):
+    costs = curve(lambda k: 1.1 + 0.1 * k)
+    monkeypatch.setattr(generate_step, "costs_of", lambda *_: SettledCosts(costs))
+    sampling = {"top_k": 1} if rule == "reject" else {}
+    sampler = None if rule == "greedy" else mlx_eagle.Sampling(temp=0.8, seed=5, **sampling)
+    options = {} if rule == "greedy" else {"sampler": sampler, "acceptance": rule}
+    options |= {"num_draft_tokens": "auto"}
+    drafter = with_confidence(learned, chance)
+    tokens, stats = speculative(LLAMA, drafter, PROMPT, 60, **options)
+    _, usual = speculative(LLAMA, learned, PROMPT, 60, **options)
+    assert tokens == plain(LLAMA, PROMPT, 60, sampler=sampler if rule == "coupled" else None)
+    assert usual.num_drafted > 2 * usual.num_rounds or rule == "coupled"
+    if chance < 0.5:
+        assert 0 < stats.num_drafted <= stats.num_rounds
+    else:
+        assert stats.num_drafted == usual.num_drafted
+
+
+def test_whether_a_token_stays_depends_on_nothing_known_after_it_was_chosen():
+    dice = np.random.default_rng(3)
+    sizes = set()
+    for _ in range(300):
+        chances = dice.uniform(0, 1, 9) ** 0.3
+        prices = dict(zip([1, 2, 3, 4, 5, 7, 9], np.cumsum(dice.uniform(0, 1.2, 7)), strict=True))
+
+        def kept(chances, prices=prices):
+            draft = Draft(mx.zeros((9,), mx.int32), confidence=mx.array(chances))
+            return len(draft.worth(prices))
+
+        size = kept(chances)
+        sizes.add(size)
+        other = np.where(np.arange(9) <= size, chances, dice.uniform(0, 1, 9))
+        assert kept(other) == size
+    assert sizes == {1, 2, 3, 4, 5, 7, 9}
 
 
 def test_own_embedding_and_output(tmp_path):
