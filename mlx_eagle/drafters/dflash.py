@@ -22,7 +22,7 @@ from mlx_lm.models.rope_utils import initialize_rope
 
 from ..target.masks_and_ropes import evaluate_ropes
 from ..target.ragged import RaggedCache
-from .base import Draft, Drafter, Pick, Picks, row_at
+from .base import Draft, Drafter, Pick, PickChildren, Picks, row_at
 from .batch_drafter import HeadBatchDrafter
 from .block_config import BlockConfig, bare_name, config_from, known_tensors, readings
 from .feature_drafter import FeatureDrafter
@@ -40,6 +40,7 @@ from .head_weights import draft_ids
 from .kind import Kind, LoadOptions, Tensors
 from .quantize import quantize_now
 from .target_parts import activation_dtype, embedding_scale, find_embedding, lm_head_of, sizes_of
+from .tree import Tree, check_tree_width
 
 Caches = list[KVCache] | list[RaggedCache]
 
@@ -269,15 +270,59 @@ class DFlashDrafter(FeatureDrafter):
     def propose(self, size: int, pick: Pick) -> Draft:
         """A chain of ``size`` tokens, or as many as a block has."""
         anchor = self._seed
-        size = min(size, self.longest_draft)
-        block = self.block_after(self._embedded(anchor)[None], size)
-        states = self.head(block, self.cache[:-1])
-        self.num_forwards += 1
-        trim_prompt_cache(self.cache[:-1], block.shape[1])
-        states = states[:, self.head.config.first_slot :]
+        states = self._states(min(size, self.longest_draft))
         tokens = mx.concatenate(self.read(states, anchor, pick))
         before = mx.concatenate([anchor.astype(mx.int32), tokens[:-1]])
         return Draft(tokens, confidence=self.confidence(states[0], before))
+
+    def _states(self, size: int) -> mx.array:
+        """States (1, k, h) of the slots of a block that draft ``size`` tokens."""
+        block = self.block_after(self._embedded(self._seed)[None], size)
+        states = self.head(block, self.cache[:-1])
+        self.num_forwards += 1
+        trim_prompt_cache(self.cache[:-1], block.shape[1])
+        return states[:, self.head.config.first_slot :]
+
+    @property
+    def supports_trees(self) -> bool:
+        return True
+
+    @property
+    def num_choices(self) -> int:
+        """Number of tokens that a slot chooses among."""
+        return self.head.config.draft_vocab_size
+
+    def check_tree(self, shape: Tree) -> None:
+        check_tree_width(shape, self.num_choices)
+        if shape.depth > self.longest_draft:
+            raise ValueError(
+                f"the tree has {shape.depth} levels, but the head drafts blocks of "
+                f"{self.longest_draft} tokens: give a tree of fewer levels."
+            )
+
+    def propose_tree(self, shape: Tree, pick: PickChildren) -> Draft:
+        """A tree from one forward: a level's nodes share a slot, and differ by the tokens before.
+
+        A level is chosen from what the slot says after each of them: see ``after``.
+        """
+        slots = self.slots(self._states(shape.depth))
+        level = 0
+        left = self.start(1)
+
+        def after(before: mx.array, carried: mx.array) -> mx.array:
+            nonlocal level, left
+            num = before.shape[0]
+            slot = [mx.broadcast_to(part[:, level], (num, *part.shape[2:])) for part in slots]
+            logits, left = self.after(before, carried, *slot)
+            level += 1
+            return logits
+
+        first = after(self._seed, left)
+
+        def step(picked: mx.array, rows: mx.array) -> mx.array:
+            return after(self.to_ids(picked), left[rows])
+
+        return self._grown(shape, first, step, pick)
 
     def confidence(self, states: mx.array, before: mx.array) -> mx.array | None:
         """``Draft.confidence`` from the states (k, h) of the slots and the tokens before each."""
@@ -294,8 +339,32 @@ class DFlashDrafter(FeatureDrafter):
 
         ``pick`` chooses among logits (B, Vd); ``anchors`` (B,) are the tokens before.
         """
-        rows = self.logits(states)
-        return [self.choose(rows[:, slot], pick) for slot in range(rows.shape[1])]
+        slots = self.slots(states)
+        before = anchors
+        carried = self.start(states.shape[0])
+        tokens = []
+        for slot in range(states.shape[1]):
+            logits, carried = self.after(before, carried, *(part[:, slot] for part in slots))
+            before = self.choose(logits, pick)
+            tokens.append(before)
+        return tokens
+
+    def slots(self, states: mx.array) -> list[mx.array]:
+        """Arrays (B, k, ...) of what ``after`` is told of each slot, from states (B, k, h)."""
+        return [self.logits(states)]
+
+    def start(self, num_requests: int) -> mx.array:
+        """State (B, r) that ``after`` carries from slot to slot, before the first."""
+        return mx.zeros((num_requests, 0))
+
+    def after(
+        self, before: mx.array, carried: mx.array, *slot: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        """Logits (m, Vd) of a slot after tokens (m,), and what is carried to the next slot.
+
+        ``slot`` is the slot's part of ``slots``, (m, ...) each. Here no token tells anything.
+        """
+        return slot[0], carried
 
     def logits(self, states: mx.array) -> mx.array:
         return capped(self.project(self._project, states), self.head.config.logit_softcap)

@@ -14,7 +14,6 @@ from mlx_lm.models.cache import KVCache
 
 from ..system.fields import POSITIVE, whole
 from ..target.ragged import RaggedCache
-from .base import Pick
 from .block_config import BlockConfig, fields_from, known_tensors, merged
 from .dflash import BlockLayer, DFlashDrafter, DFlashHead, block_kind
 from .head import capped
@@ -134,8 +133,12 @@ class DFlash2Drafter(DFlashDrafter):
         c = self.head.config
         return capped(self.project(self._project, states) * c.output_multiplier, c.logit_softcap)
 
-    def read(self, states: mx.array, anchors: mx.array, pick: Pick) -> list[mx.array]:
-        """Choose among the candidates slot by slot, each with the token chosen before it."""
+    @property
+    def num_choices(self) -> int:
+        """Number of candidates."""
+        return min(self.head.config.top_k, super().num_choices)
+
+    def slots(self, states: mx.array) -> list[mx.array]:
         logits = self.logits(states).astype(mx.float32)
         before = anchors
         num_candidates = min(self.head.config.top_k, logits.shape[-1])

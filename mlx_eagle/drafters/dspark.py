@@ -14,7 +14,6 @@ from mlx_lm.models.cache import KVCache
 
 from ..system.fields import one_of, whole
 from ..target.ragged import RaggedCache
-from .base import Pick
 from .block_config import BlockConfig, fields_from, known_tensors, merged
 from .dflash import BlockAttention, BlockLayer, DFlashDrafter, DFlashHead, block_kind
 from .kind import Tensor, Tensors

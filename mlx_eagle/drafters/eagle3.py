@@ -221,7 +221,7 @@ class Eagle3Drafter(EagleDrafter):
             level += 1
             return self.logits(states)
 
-        draft = self._grown(shape, step, pick)
+        draft = self._grown(shape, self._first, step, pick)
         self._end_draft(visible.shape[1])
         return draft
 
@@ -259,7 +259,6 @@ class Eagle3Drafter(EagleDrafter):
         return not self.lagging and self.head.config.sliding_window is None
 
     def check_tree(self, shape: Tree) -> None:
-        config = self.head.config
         if not self.supports_trees:
             what = "a lagging draft cache" if self.lagging else "a sliding window"
             raise ValueError(

@@ -197,9 +197,9 @@ class FeatureDrafter(Drafter):
         """The choices among logits (m, Vd), as target ids (m,) int32."""
         return self.to_ids(pick(logits, self.to_target))
 
-    def _grown(self, shape: Tree, step: Step, pick: PickChildren) -> Draft:
-        """A tree that grows by ``step`` from the first token's logits."""
-        grown = shape.grow(self._first, step, lambda row, num: pick(row, self.to_target, num))
+    def _grown(self, shape: Tree, first: mx.array, step: Step, pick: PickChildren) -> Draft:
+        """A tree that grows by ``step`` from the logits (1, Vd) of the first token."""
+        grown = shape.grow(first, step, lambda row, num: pick(row, self.to_target, num))
         form = shape.parents if isinstance(shape, StaticTree) else None
         return Draft(self.to_ids(grown.ids), grown.parents, shape.depth, form, grown.draw_index)
 

@@ -257,7 +257,7 @@ class MTPDrafter(FeatureDrafter):
             states = out[0, before:]
             return self.logits(states)
 
-        draft = self._grown(shape, step, pick)
+        draft = self._grown(shape, self._first, step, pick)
         trim_prompt_cache(caches, mask.shape[0])
         return draft
 

@@ -38,6 +38,11 @@ def check_trees(model: nn.Module, caches: list[Any]) -> None:
     Cache types are looked up; the rest is measured, once for each model: a small tree on a few
     tokens must give the logits of each of its branches run by itself.
     """
+    if any(recurrent_caches(caches)):
+        raise ValueError(
+            "tree drafts need caches whose rows can be gathered, but this target has recurrent "
+            "layers, whose state follows one branch only: leave the tree out and draft chains."
+        )
     for cache in caches:
         if type(cache) not in MASKED:
             names = ", ".join(kind.__name__ for kind in MASKED if kind is not WindowCache)

@@ -217,7 +217,7 @@ def test_auto_ends_drafts_where_confidence_falls_below_the_next_rows_cost(
     assert tokens == plain(LLAMA, PROMPT, 60, sampler=sampler if rule == "coupled" else None)
     assert usual.num_drafted > 2 * usual.num_rounds or rule == "coupled"
     if chance < 0.5:
-        assert 0 < stats.num_drafted <= stats.num_rounds
+        assert 0 < stats.num_drafted < 1.5 * stats.num_rounds  # trees are tried as they are
     else:
         assert stats.num_drafted == usual.num_drafted
 

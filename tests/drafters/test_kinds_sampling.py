@@ -56,7 +56,7 @@ def exact_distribution(name: str) -> dict[tuple[int, ...], float]:
     return dict(zip(texts, mx.prod(chosen, axis=(1, 2)).tolist(), strict=True))
 
 
-def sampled(name: str, rule: str, num_runs: int) -> tuple[Counter, float]:
+def sampled(name: str, rule: str, num_runs: int, **shape) -> tuple[Counter, float]:
     """How often each text came, and how many drafts were kept in a run."""
     counts: Counter = Counter()
     kept = 0
@@ -67,7 +67,7 @@ def sampled(name: str, rule: str, num_runs: int) -> tuple[Counter, float]:
             max_tokens=LENGTH,
             sampler=Sampling(TEMP, seed=seed),
             acceptance=rule,
-            num_draft_tokens=2,
+            **shape or {"num_draft_tokens": 2},
         )
         made = list(steps)
         counts[tuple(token for token, _, _ in made)] += 1
@@ -80,6 +80,16 @@ def sampled(name: str, rule: str, num_runs: int) -> tuple[Counter, float]:
 @pytest.mark.parametrize("name", PAIRS)
 def test_the_first_tokens_have_the_targets_distribution(name, num_runs):
     counts, kept = sampled(name, "reject", num_runs)
+    assert not is_far_off(exact_distribution(name), counts)
+    assert kept > 0.1
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "name, tree", [("dflash", "2x2:4"), ("dspark", "2/1+1"), ("dflash2", "2x2:4")]
+)
+def test_trees_of_blocks_under_rejection(name, tree):
+    counts, kept = sampled(name, "reject", 300, tree=tree)
     assert not is_far_off(exact_distribution(name), counts)
     assert kept > 0.1
 

@@ -4,6 +4,7 @@ Nothing is shared with the product: no cache, no batch, a loop over what each qu
 """
 
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -229,11 +230,16 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
     return 1 / (1 + np.exp(-x))
 
 
-def corrected(twin: Twin, logits: np.ndarray, states: np.ndarray, token: int) -> np.ndarray:
-    """The logits that each slot's token is chosen from, greedily, by DSpark and DFlash2."""
+def corrected(
+    twin: Twin, logits: np.ndarray, states: np.ndarray, token: int, path: Sequence[int] = ()
+) -> np.ndarray:
+    """The logits that each slot's token is chosen from, greedily, by DSpark and DFlash2.
+
+    The first tokens may be given: ``path``.
+    """
     c, w = twin.c, twin.w
     out, carried = [], np.zeros(getattr(c, "markov_rank", 1))
-    for row, state in zip(logits, states, strict=True):
+    for place, (row, state) in enumerate(zip(logits, states, strict=True)):
         if isinstance(c, DSparkConfig):
             own = w["markov_head.markov_w1.weight"][token]
             if c.markov_kind == "gated":
@@ -255,12 +261,14 @@ def corrected(twin: Twin, logits: np.ndarray, states: np.ndarray, token: int) ->
                 scored[candidate] = row[candidate] + left @ right
             row = scored
         out.append(row)
-        token = int(row.argmax())
+        token = path[place] if place < len(path) else int(row.argmax())
     return np.array(out)
 
 
-def twin_logits(drafter: DFlashDrafter, target, text: list[int], size: int) -> np.ndarray:
-    """Logits (size, V) of the slots after ``text``, from that text alone."""
+def twin_logits(
+    drafter: DFlashDrafter, target, text: list[int], size: int, path: Sequence[int] = ()
+) -> np.ndarray:
+    """Logits (size, V) of the slots after ``text``, from that text alone; behind ``path``."""
     c = drafter.head.config
     features = features_of(target, c.taps, text)[:-1]
     embed = drafter._embed
@@ -272,7 +280,7 @@ def twin_logits(drafter: DFlashDrafter, target, text: list[int], size: int) -> n
     logits = logits * getattr(c, "output_multiplier", 1.0)
     if c.logit_softcap is not None:
         logits = c.logit_softcap * np.tanh(logits / c.logit_softcap)
-    return corrected(twin, logits, states, text[-1])
+    return corrected(twin, logits, states, text[-1], path)
 
 
 def naive_dflash(drafter: DFlashDrafter, target, text: list[int], size: int) -> list[int]:
