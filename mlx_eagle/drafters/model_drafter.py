@@ -6,7 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_lm.utils import load as load_model
 
 from ..system.device import set_precision
@@ -18,6 +18,8 @@ from .target_parts import find_embedding, sizes_of
 
 # What mlx-lm raises on folders that it does not know how to read.
 NOT_LOADED = (AttributeError, KeyError, OSError, RuntimeError, TypeError, ValueError)
+MOST_AGAIN = 4096  # tokens before a request that a recurrent model runs over: the state forgets
+STEP = 512  # of them in one pass
 SAME_TOKENS = 0.99
 """Share of the target's vocabulary that the draft model's must spell in the same way."""
 
@@ -30,7 +32,8 @@ class ModelDrafter(Drafter):
 
     A recurrent model's state has no rows to cut. Its caches are not shown in ``cache``: what
     the last ``extend`` fed too much is cut here, once the host knows how much that is, at the
-    price of running the kept rows again; and a prompt cache cannot carry them.
+    price of running the kept rows again. A prompt cache cannot carry them, so ``cache`` holds the
+    tokens instead, (1, 1, n, 1), over whose newest a request runs the model once.
     """
 
     taps: tuple[int, ...] = ()
@@ -54,27 +57,29 @@ class ModelDrafter(Drafter):
 
     def _start(self, caches: list[Any]) -> None:
         self._caches = caches
-        self.cache = [] if self._is_recurrent else caches
+        self.cache = caches
+        self._is_cold = self._is_recurrent  # and may have to run over the tokens in ``cache``
         self.num_forwards = 0
         self._seed = mx.zeros((0,))
         self._uncut: tuple[Checkpoint, mx.array, mx.array] | None = None
 
     def begin(self, cache: list[Any] | None = None) -> "ModelDrafter":
-        """A recurrent draft model starts afresh whatever ``cache`` is."""
         drafter = copy(self)
-        if cache is None or self._is_recurrent:
-            cache = make_prompt_cache(self.model)
-        drafter._start(cache)
+        held = self.make_cache() if cache is None else cache
+        drafter._start(make_prompt_cache(self.model) if self._is_recurrent else held)
+        drafter.cache = held
         return drafter
 
     def make_cache(self) -> list[Any]:
-        return [] if self._is_recurrent else make_prompt_cache(self.model)
+        return [KVCache()] if self._is_recurrent else make_prompt_cache(self.model)
 
     def extend(
         self, tokens: mx.array, features: mx.array | None, last: mx.array | None = None
     ) -> None:
         """Tokens (m,)."""
         self._cut()
+        if self._is_recurrent:
+            self._hold(tokens)
         if self._is_recurrent and last is not None:
             self._uncut = Checkpoint(self._caches), tokens, last
         logits = self._forward(tokens)
@@ -99,6 +104,18 @@ class ModelDrafter(Drafter):
 
     def pending(self) -> list[mx.array]:
         return [] if self._seed.size == 0 else [self._seed]
+
+    def _hold(self, tokens: mx.array) -> None:
+        """Add tokens (m,) to those in ``cache``, which the model has seen before them."""
+        (held,) = self.cache
+        if self._is_cold and held.offset > 0:
+            seen = held.keys[0, 0, : held.offset, 0][-MOST_AGAIN:]
+            for start in range(0, seen.shape[0], STEP):
+                self._forward(seen[start : start + STEP])
+                mx.eval([cache.state for cache in self._caches])
+        self._is_cold = False
+        rows = tokens.astype(mx.int32)[None, None, :, None]
+        held.update_and_fetch(rows, rows)
 
     def _cut(self) -> None:
         """Bring recurrent caches back to the last valid row of the last ``extend``."""

@@ -4,9 +4,9 @@ import gc
 
 import mlx.core as mx
 import pytest
-from drafter_pairs import PAIRS, SHOWN
+from drafter_pairs import PAIRS, QWEN3_NEXT, SHOWN, tiny_lfm2, tiny_mamba2
 from grids import thorough
-from helpers import PROMPT, caches_equal, plain, speculative
+from helpers import PROMPT, caches_equal, plain, speculative, tiny_llama
 from mlx_lm.generate import generation_stream
 from mlx_lm.models import llama
 from mlx_lm.models.cache import (
@@ -17,6 +17,7 @@ from mlx_lm.models.cache import (
 )
 
 from mlx_eagle.decoding.generate_step import speculative_generate_step
+from mlx_eagle.decoding.stats import Stats
 from mlx_eagle.drafters.model_drafter import ModelDrafter
 from mlx_eagle.drafters.mtp import MTPDrafter
 from mlx_eagle.target.target import Target
@@ -33,7 +34,7 @@ def assert_drafter_missed_nothing(drafter, model, cache: list, text: list[int]) 
     num_target = len(make_prompt_cache(model))
     assert len(cache) == num_target + len(drafter.make_cache())
     ours, whole = cache[num_target:], drafter.make_cache()
-    if isinstance(drafter, ModelDrafter) and whole:
+    if isinstance(drafter, ModelDrafter) and len(whole) > 1:
         drafter.model(mx.array([text]), cache=whole)
         assert caches_equal(ours, whole)
     elif isinstance(drafter, MTPDrafter):
@@ -71,6 +72,41 @@ def test_a_draft_model_with_a_full_window_carries_it_over_requests():
     assert [c.offset for c in ours] == [len(text)] * len(ours)
     expected = plain(drafter.model, [*text, 3, 4], 12)
     assert plain(drafter.model, [3, 4], 12, prompt_cache=ours) == expected
+
+
+@pytest.mark.parametrize(
+    "model", [tiny_mamba2(), tiny_lfm2(), QWEN3_NEXT], ids=lambda m: m.model_type
+)
+def test_a_recurrent_draft_model_knows_the_turns_before(model, tmp_path):
+    """As its own draft model it is right in every round, also where a turn was left early."""
+    drafter = ModelDrafter(model)
+    cache, reference, text = pair_cache(model, drafter), make_prompt_cache(model), []
+    for turn, num_taken in zip(TURNS, (13, 6, 13, 13), strict=True):
+        stats = Stats()
+        steps = speculative_generate_step(
+            mx.array(turn), model, drafter,
+            num_draft_tokens=3, max_tokens=13, prompt_cache=cache, stats=stats,
+        )  # fmt: skip
+        tokens = [next(steps)[0] for _ in range(num_taken)]
+        steps.close()
+        assert tokens == plain(model, turn, num_taken, prompt_cache=reference)
+        assert stats.num_accepted == stats.num_drafted > 0 or num_taken < 13
+        text += turn + tokens
+        assert cache[-1].keys[0, 0, : cache[-1].offset, 0].tolist() == text
+        save_prompt_cache(str(tmp_path / "cache.safetensors"), cache)
+        cache = load_prompt_cache(str(tmp_path / "cache.safetensors"))
+
+
+def test_a_trimmed_prompt_cache_leaves_a_recurrent_draft_model_its_tokens():
+    drafter = ModelDrafter(tiny_mamba2())
+    model = tiny_llama()
+    cache = pair_cache(model, drafter)
+    text = PROMPT + speculative(model, drafter, PROMPT, 10, prompt_cache=cache)[0]
+    trim_prompt_cache(cache, 5)
+    seen, other = drafter.begin(cache[-1:]), drafter.begin()
+    seen.extend(mx.array([3, 4]), None)
+    other.extend(mx.array([*text[:-5], 3, 4]), None)
+    assert mx.allclose(seen.pending()[0], other.pending()[0], rtol=1e-3, atol=1e-4).item()
 
 
 @pytest.fixture
