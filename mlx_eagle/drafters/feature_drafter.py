@@ -171,6 +171,7 @@ class FeatureDrafter(Drafter):
         """Tokens (m,) or embeddings (m, h), features (m, F)."""
         if features is None:
             features = last_features(self.cache[-1])
+            features = None if features is None else features[:, : self.width]
         if features is None:
             if self.cache[0].size() == 0:
                 return  # the first token of a request, or of a cache without the head's part

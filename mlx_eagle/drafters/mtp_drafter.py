@@ -17,7 +17,7 @@ from ..target.stand_in import StandIn
 from ..target.tree_rows import each_itself
 from .base import BatchDrafter, Draft, Pick, PickChildren, row_at, start_early
 from .batch_drafter import HeadBatchDrafter
-from .feature_drafter import FeatureDrafter
+from .feature_drafter import FeatureDrafter, last_features
 from .target_parts import find_embedding, lm_head_of, sizes_of
 from .tree import Tree, check_tree_width
 
@@ -271,8 +271,33 @@ class SteppedMTPDrafter(MTPDrafter):
     """A ``Drafter`` around layers of which each drafts one token.
 
     What starts a draft is what the first layer made in the last slot, and below that what each
-    layer but the last passes on from there: (n, h) for n layers.
+    layer but the last passes on from there: (n, h) for n layers. Between requests the cache of
+    the last position's features holds what was passed on there as well, side by side.
     """
+
+    def _start(self, cache: list[Any]) -> None:
+        super()._start(cache)
+        # Of the latest two calls of extend: slots before it, and what was passed on from the last
+        # of these and from its own ones, (n - 1, m, h). A round in flight may be dropped whole.
+        self._passed: list[tuple[int, mx.array]] = []
+
+    def save_last_features(self, features: mx.array) -> None:
+        """Save features (1, h), and what the layers pass on from the last slot that is left."""
+        passed = mx.zeros((len(self.head.steps) - 1, features.shape[1]), features.dtype)
+        for start, rows in self._passed:
+            slot = self.cache[0].offset - start
+            if 0 <= slot < rows.shape[1]:
+                passed = rows[:, slot]
+        super().save_last_features(mx.concatenate([features, passed]).reshape(1, -1))
+
+    def _passed_before(self, width: int) -> mx.array:
+        """States (n - 1, h) that each layer but the last passed on from the last slot."""
+        if self._seed.size:
+            return self._seed[1:]
+        saved = last_features(self.cache[-1])
+        if saved is None or saved.shape[1] != len(self.head.steps) * width:
+            return mx.zeros((len(self.head.steps) - 1, width))
+        return saved.reshape(-1, width)[1:]
 
     @property
     def longest_draft(self) -> int:
@@ -304,18 +329,27 @@ class SteppedMTPDrafter(MTPDrafter):
 
     def _absorb(self, tokens: mx.array, features: mx.array, last: mx.array | None) -> mx.array:
         num = len(self.head.steps)
-        before = self._seed if self._seed.size else mx.zeros((num, features.shape[1]))
+        before = self._passed_before(features.shape[1])
+        num_before = self.cache[0].offset
         states = features
         seed = []
+        passed_on = []
         for index in range(num):
             made, passed = self._advance(index, tokens, states)
             if index == 0:
                 seed.append(row_at(made, last))
             if index < num - 1:
                 seed.append(row_at(passed, last))
-                start = before[index + 1 : index + 2].astype(passed.dtype)
-                states = mx.concatenate([start, passed[:-1]])
-        return mx.concatenate(seed)
+                rows = mx.concatenate([before[index : index + 1].astype(passed.dtype), passed])
+                passed_on.append(rows)
+                states = rows[:-1]
+        made_last = mx.concatenate(seed)
+        if last is None:  # all of it stays
+            latest = num_before + len(tokens), made_last[1:, None]
+        else:
+            latest = num_before, mx.stack(passed_on)
+        self._passed = [*self._passed[-1:], latest]
+        return made_last
 
     def propose(self, size: int, pick: Pick) -> Draft:
         """A chain of ``size`` tokens, or as many as there are layers.

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from documents import ROOT
 from grids import thorough
-from helpers import PROMPT, SCRIPTS, byte_tokenizer, plain, speculative
-from mlx_lm.models.cache import make_prompt_cache
+from helpers import PROMPT, SCRIPTS, byte_tokenizer, caches_equal, plain, speculative
+from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
 from mtp_checkpoints import (
     CHOOSING,
     FAMILIES,
@@ -24,10 +24,11 @@ from mtp_checkpoints import (
 )
 
 import mlx_eagle
+from mlx_eagle.decoding.generate_step import speculative_generate_step
 from mlx_eagle.decoding.sampling import Sampling
 from mlx_eagle.drafters.mtp import MTPDrafter, load_mtp
 from mlx_eagle.drafters.tree import StaticTree, parse_tree
-from mlx_eagle.target.target import find_final_norm
+from mlx_eagle.target.target import Target, find_final_norm
 
 TOKENIZER = byte_tokenizer()
 
@@ -97,6 +98,31 @@ def furthest(part: Published, drafter: MTPDrafter, script: str = "every length")
 def test_drafts_are_the_references(name, script):
     part = published(name)
     assert furthest(part, load_mtp(part.arrays(), part.target), script) < NOISE
+
+
+@pytest.mark.parametrize("num_taken", thorough([9, 7, 2], 9, 2))
+@pytest.mark.parametrize("name", STEPPED)
+def test_a_prompt_cache_carries_what_layers_pass_on(name, num_taken, tmp_path):
+    """After each turn, left early or not, all slots are those of the whole text run at once."""
+    part = published(name)
+    drafter = load_mtp(part.arrays(), part.target)
+    num_target = len(make_prompt_cache(part.target))
+    cache, text = make_prompt_cache(part.target) + drafter.make_cache(), []
+    for turn in (PROMPT, [9, 33, 7], [12]):
+        steps = speculative_generate_step(
+            mx.array(turn), part.target, drafter,
+            num_draft_tokens=3, max_tokens=9, prompt_cache=cache,
+        )  # fmt: skip
+        text += turn + [next(steps)[0] for _ in range(num_taken)]
+        steps.close()
+        features = Target(part.target, drafter.taps)(
+            mx.array(text), make_prompt_cache(part.target)
+        )[1]
+        whole = drafter.begin()
+        whole.extend(mx.array(text[1:]), features[:-1])
+        assert caches_equal(cache[num_target:-1], whole.cache[:-1])
+        save_prompt_cache(str(tmp_path / "cache.safetensors"), cache)
+        cache = load_prompt_cache(str(tmp_path / "cache.safetensors"))
 
 
 @pytest.mark.parametrize("name", thorough(["qwen3.5", "mimo", *STEPPED], "qwen3.5", "step-3.5"))
