@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from ..system.fields import (
     BOOL,
     INT_LIST,
+    LIST,
     NUMBER,
     OBJECT,
     POSITIVE,
@@ -55,6 +56,7 @@ PUBLISHED: Table = {
     "hidden_act": ACTIVATION,
     "transformer_layer_config": OBJECT,
     "rope_is_neox_style": BOOL,
+    "speculators_config": {"proposal_methods": LIST},
 }
 LAYER: Table = {
     "rms_norm_eps": number_above(0, 1),
@@ -323,6 +325,21 @@ def config_from(tensors: Tensors, config: Mapping[str, Any]) -> BlockConfig:
     return BlockConfig.from_dict(fields, "config.json")
 
 
+def first_slot_from(settings: Mapping[str, Any], default: int) -> int:
+    """The slot that drafts the first token, by the surest key that a config has for it."""
+    methods = (settings.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    drafted = methods[0].get("speculative_tokens") if isinstance(methods[0], Mapping) else None
+    block_size = _need(settings, "block_size")
+    if isinstance(drafted, int) and block_size - drafted in (0, 1):
+        first: int = block_size - drafted
+        return first
+    if settings.get("sample_from_anchor") is not None:
+        return 0 if settings["sample_from_anchor"] else 1
+    if settings.get("dspark_bonus_anchor") is not None:
+        return 1 if settings["dspark_bonus_anchor"] else 0
+    return default
+
+
 def fields_from(tensors: Tensors, settings: Mapping[str, Any], is_nested: bool) -> dict[str, Any]:
     """The fields that all drafters of blocks have, from the keys of a published config."""
     sizes = sizes_from(tensors)
@@ -349,7 +366,7 @@ def fields_from(tensors: Tensors, settings: Mapping[str, Any], is_nested: bool) 
         "draft_vocab_size": draft_vocab,
         "mask_token_id": _need(settings, "mask_token_id"),
         "block_size": _need(settings, "block_size"),
-        "first_slot": 0 if settings.get("sample_from_anchor") else 1,
+        "first_slot": first_slot_from(settings, 1),
         "hidden_act": settings.get("hidden_act", "silu"),
         "rms_norm_eps": settings.get("rms_norm_eps", 1e-6),
         "max_position_embeddings": settings.get("max_position_embeddings", 32768),

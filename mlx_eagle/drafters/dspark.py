@@ -14,7 +14,7 @@ from mlx_lm.models.cache import KVCache
 
 from ..system.fields import one_of, whole
 from ..target.ragged import RaggedCache
-from .block_config import BlockConfig, fields_from, known_tensors, merged
+from .block_config import BlockConfig, fields_from, first_slot_from, known_tensors, merged
 from .dflash import BlockAttention, BlockLayer, DFlashDrafter, DFlashHead, block_kind
 from .kind import Tensor, Tensors
 
@@ -213,7 +213,7 @@ def config_from(tensors: Tensors, config: Mapping[str, Any]) -> DSparkConfig:
         is_of_state = tensors[CONFIDENCE[0]].shape[-1] == fields["hidden_size"]
         estimates = "state" if is_of_state else "markov"
     made = fields | {
-        "first_slot": _first_slot(config, settings, fields["block_size"]),
+        "first_slot": first_slot_from(settings, 1 if "transformer_layer_config" in config else 0),
         "markov_rank": w1.shape[-1] if w1 is not None else 0,
         "markov_kind": kind,
         "confidence": estimates,
@@ -242,19 +242,6 @@ def _gemma_fields(
         "windows": (),
         "causal_layers": (),
     }
-
-
-def _first_slot(config: Mapping[str, Any], settings: Mapping[str, Any], block_size: int) -> int:
-    """The slot that drafts the first token, by the surest key that a config has for it."""
-    methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
-    drafted = methods[0].get("speculative_tokens") if isinstance(methods[0], Mapping) else None
-    if isinstance(drafted, int) and block_size - drafted in (0, 1):
-        return block_size - drafted
-    if settings.get("sample_from_anchor") is not None:
-        return 0 if settings["sample_from_anchor"] else 1
-    if settings.get("dspark_bonus_anchor") is not None:
-        return 1 if settings["dspark_bonus_anchor"] else 0
-    return 1 if "transformer_layer_config" in config else 0
 
 
 KIND = block_kind(

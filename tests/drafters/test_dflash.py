@@ -392,6 +392,10 @@ def test_what_packagings_say_otherwise():
     assert flat.scales_as_target and not nested.scales_as_target
     assert flat.longest_draft == nested.longest_draft == 6
     assert config_from(tensors, NESTED | {"sample_from_anchor": True}).longest_draft == 7
+    for number, longest in ((7, 7), (6, 6), (3, 6)):  # what it was evaluated with, if it can be
+        said = {"proposal_methods": [{"speculative_tokens": number}]}
+        made = config_from(tensors, NESTED | {"speculators_config": said})
+        assert made.longest_draft == longest
     scaled = FLAT["dflash_config"] | {"input_embedding_scale": 0.5, "target_layer_ids": [-1, 2]}
     made = config_from(tensors, FLAT | {"dflash_config": scaled})
     assert made.embed_scale == 0.5 and made.taps == (0, 3)
