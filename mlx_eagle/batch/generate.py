@@ -281,9 +281,9 @@ def batch_generate(
 
     All requests are verified in one forward pass of the target per round, on caches with a length
     for each; each keeps its own number of rows, ends by itself and is decoded as it would be by
-    itself. An EAGLE-3 head drafts for all in shared passes too, other drafters text by text. A
-    request that has ended makes no room for another. Where the target's caches or ropes cannot
-    share a pass (quantized caches, kept first tokens, a base that follows the length), the
+    itself. Heads, MTP layers and assistants draft for all in shared passes too, small models text
+    by text. A request that has ended makes no room for another. Where the target's caches or
+    ropes cannot share a pass (quantized caches, kept first tokens, a base by length), the
     requests are decoded one after the other, each speculatively. Either is said in a warning.
 
     With ``num_draft_tokens`` "auto", the default, each round has the fastest draft length, one for

@@ -249,7 +249,7 @@ class Batch:
         lengths = [0] * len(known)
         if any(is_asked):
             self._flush_pairs()
-            self._drafts.see_target(self._caches.view)
+            self._drafts.see_target(self._caches)
             drafts, lengths = self._drafts.propose(size, choice, is_asked)
             lengths = [length * asked for length, asked in zip(lengths, is_asked, strict=True)]
         if any(num_known):

@@ -6,7 +6,7 @@ the position of the newest token, however many tokens are drafted. What a drafte
 to the next is a state as wide as the target's.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,9 @@ from ..system.fields import (
 )
 from ..target.cache_view import CacheView
 from ..target.masks_and_ropes import evaluate_ropes
-from .base import Draft, Pick, row_at, start_early
+from ..target.ragged import RaggedCaches
+from .base import Draft, Pick, Picks, row_at, start_early
+from .batch_drafter import HeadBatchDrafter
 from .feature_drafter import FeatureDrafter
 from .folder import (
     SIZE,
@@ -149,8 +151,8 @@ class AssistantConfig(FolderConfig):
         )
 
 
-Rows = Mapping[str, tuple[mx.array, mx.array]]
-"""Keys and values (1, H, S, D) for each type of layer."""
+Rows = Mapping[str, tuple[mx.array, mx.array, mx.array | None]]
+"""Keys and values (B, H, S, D) for each type of layer, and a mask of those that count, or None."""
 
 
 class Assistant(nn.Module):
@@ -196,12 +198,12 @@ class Assistant(nn.Module):
         if self._clusters is None:
             return project(self.embed_tokens.as_linear, x)
         best = self.config.centroid_top_k
-        found = mx.argpartition(-self.centroids(x)[0], best - 1)[:best]
-        candidates = self._clusters[found].reshape(-1)
+        found = mx.argpartition(-self.centroids(x), best - 1, axis=-1)[:, :best]
+        candidates = self._clusters[found].reshape(x.shape[0], -1)
         # Rows of a packed table are unpacked as they are gathered.
-        own = x @ self.embed_tokens(candidates).T
-        nothing = mx.full((1, self.config.vocab_size), -mx.inf, own.dtype)
-        return mx.put_along_axis(nothing, candidates[None], own, axis=1)
+        own = (x[:, None] @ self.embed_tokens(candidates).swapaxes(1, 2))[:, 0]
+        nothing = mx.full((x.shape[0], self.config.vocab_size), -mx.inf, own.dtype)
+        return mx.put_along_axis(nothing, candidates, own, axis=1)
 
 
 class AssistantDrafter(FeatureDrafter):
@@ -228,10 +230,11 @@ class AssistantDrafter(FeatureDrafter):
 
     def _absorb(self, tokens: mx.array, features: mx.array, last: mx.array | None) -> mx.array:
         """The seed is the newest token's embedding beside the state before it, (1, 2H)."""
-        return self._joined(row_at(tokens, last), row_at(features, last))
+        return self.joined(self._embedded(row_at(tokens, last)), row_at(features, last))
 
-    def _joined(self, tokens: mx.array, states: mx.array) -> mx.array:
-        embeddings = self._embedded(tokens) * self._scale
+    def joined(self, embeddings: mx.array, states: mx.array) -> mx.array:
+        """Embeddings and states (..., H) side by side."""
+        embeddings = embeddings * self._scale
         return mx.concatenate([embeddings, states.astype(embeddings.dtype)], axis=-1)
 
     def _first_logits(self, seed: mx.array) -> mx.array:
@@ -248,19 +251,41 @@ class AssistantDrafter(FeatureDrafter):
 
     def see_target(self, caches: CacheView) -> None:
         """Take the rows that the layers attend to, and where the newest token stands."""
-        rows = {kind: caches.rows(index) for kind, index in self._sources.items()}
-        num_rows = rows[FULL][0].shape[2]
-        self._position = num_rows if self.head.config.position == "next" else num_rows - 1
-        self._rows = {
-            kind: (keys.astype(self.dtype), values.astype(self.dtype))
-            for kind, (keys, values) in rows.items()
+        rows = {kind: (*caches.rows(index), None) for kind, index in self._sources.items()}
+        self._position = self.position_of(rows[FULL][0].shape[2])
+        self._rows = self.read(rows)
+
+    def position_of(self, num_rows: Any) -> Any:
+        """Where the newest token stands, by the number of rows before it, or by several such."""
+        return num_rows if self.head.config.position == "next" else num_rows - 1
+
+    def read(self, rows: Rows) -> Rows:
+        """The rows in the dtype that the assistant computes in."""
+        return {
+            kind: (keys.astype(self.dtype), values.astype(self.dtype), mask)
+            for kind, (keys, values, mask) in rows.items()
         }
+
+    def see_targets(self, caches: RaggedCaches) -> tuple[Rows, mx.array]:
+        """The rows of several requests, and where their newest tokens stand, (B,)."""
+        rows: dict[str, Any] = {kind: caches.kept(index) for kind, index in self._sources.items()}
+        return self.read(rows), self.position_of(caches.rows.offset)
+
+    def batch_drafter(self) -> "AssistantBatchDrafter":
+        return AssistantBatchDrafter(self)
 
     def propose(self, size: int, pick: Pick) -> Draft:
         """A chain of ``size`` tokens: one forward for each."""
         rows = self._rows
         self._rows = {}  # the next pass would copy the caches for a reader
-        joined = self._seed
+        tokens = self.draft(size, self._seed, rows, self._position, pick)
+        self.num_forwards += size
+        return Draft(mx.concatenate(tokens))
+
+    def draft(
+        self, size: int, joined: mx.array, rows: Rows, position: int | mx.array, pick: Pick
+    ) -> list[mx.array]:
+        """``size`` tokens (B,) for B requests, which start from (B, 2H)."""
         tokens: list[mx.array] = []
         for _ in range(size):
             x = joined.astype(self.dtype)
@@ -269,8 +294,35 @@ class AssistantDrafter(FeatureDrafter):
             tokens.append(self.choose(logits, pick))
             if len(tokens) < size:
                 start_early(tokens[-1], size)
-                joined = self._joined(tokens[-1], state)
-        return Draft(mx.concatenate(tokens))
+                joined = self.joined(self._embed(tokens[-1]), state)
+        return tokens
+
+
+class AssistantBatchDrafter(HeadBatchDrafter):
+    """Drafts for B requests in shared forwards, which read the rows of all where they lie."""
+
+    _own: AssistantDrafter
+    _seen: tuple[Rows, mx.array] | None = None
+
+    def see_target(self, caches: RaggedCaches) -> None:
+        self._seen = self._own.see_targets(caches)
+
+    def propose(
+        self, size: int, picks: Picks, is_asked: Sequence[bool]
+    ) -> tuple[mx.array, list[int]]:
+        assert self._start and self._seen, "every request has absorbed its first token"
+        rows, positions = self._seen
+        self._seen = None  # the next pass would copy the caches for a reader
+        (joined,) = self._start
+        tokens = self._own.draft(size, joined, rows, positions, picks.pick)
+        self._num_forwards += size
+        return mx.stack(tokens, axis=1), [size] * joined.shape[0]
+
+    def _absorb(self, tokens: mx.array, features: mx.array) -> mx.array:
+        return self._own.joined(self._own._embed(tokens), features)
+
+    def _start_at(self, starts: mx.array) -> list[mx.array]:
+        return [starts]
 
 
 def text_of(target: nn.Module) -> gemma4_text.Model:

@@ -435,8 +435,8 @@ class BatchDrafter(Protocol):
     def extract(self, index: int) -> Drafter:
         """One request's drafter, as if it had drafted for that request only."""
 
-    def see_target(self, caches: Callable[[int], CacheView]) -> None:
-        """See ``Drafter.see_target``; ``caches`` gives those of each request."""
+    def see_target(self, caches: Any) -> None:
+        """See ``Drafter.see_target``; ``caches`` are the ``RaggedCaches`` of all requests."""
 
     def propose(
         self, size: int, picks: Picks, is_asked: Sequence[bool]

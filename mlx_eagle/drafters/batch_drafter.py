@@ -84,7 +84,7 @@ class HeadBatchDrafter:
         """Arrays that a request's drafts start from, (1, ...) each; [] before its first token."""
         return drafter.pending()
 
-    def see_target(self, caches: Callable[[int], CacheView]) -> None:
+    def see_target(self, caches: RaggedCaches) -> None:
         """Ignore the target's caches: a head does not read them."""
 
     def propose(
@@ -175,8 +175,8 @@ class SequentialDrafter:
     def extract(self, index: int) -> Drafter:
         return self._drafters[index]
 
-    def see_target(self, caches: Callable[[int], CacheView]) -> None:
-        self._views = caches
+    def see_target(self, caches: RaggedCaches) -> None:
+        self._views = caches.view
 
     def propose(
         self, size: int, picks: Picks, is_asked: Sequence[bool]

@@ -6,7 +6,7 @@ given masked ones, which know neither token nor features and stand for the token
 """
 
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
 from pathlib import Path
 from typing import Any, Self
@@ -24,7 +24,7 @@ from ..target.masks_and_ropes import (
 )
 from ..target.rollback import Checkpoint
 from ..target.tree_rows import each_itself
-from .base import Draft, Pick, PickChildren, index_of, row_at, start_early
+from .base import Draft, Drafter, Pick, PickChildren, Picks, index_of, row_at, start_early
 from .batch_drafter import HeadBatchDrafter
 from .feature_drafter import FeatureDrafter
 from .head import Eagle3Head
@@ -332,6 +332,13 @@ class ParallelDrafter(EagleDrafter):
         self._mask_state = head.masked(1)
         mx.eval(self._mask_embedding, self._mask_state)
 
+    def batch_drafter(self) -> HeadBatchDrafter | None:
+        by_length = any(isinstance(rope, BY_LENGTH) for rope in find_ropes(self.head))
+        is_windowed = any(layer.window is not None for layer in self.head.layers)
+        if by_length or is_windowed or self.draft_window is not None:
+            return None
+        return ParallelBatchDrafter(self)
+
     def with_draft_cache(self, draft_cache: str) -> "ParallelDrafter":
         if draft_cache != "exact":
             raise ValueError(
@@ -413,6 +420,37 @@ class ParallelDrafter(EagleDrafter):
             return states
         own = states[last.reshape(1)]
         return mx.concatenate([own, states[num_pairs:]], axis=0)
+
+    def forward_masked(self, num_requests: int, num_masked: int, caches: list[Any]) -> mx.array:
+        """States (B, m, h) of masked slots behind what the caches hold."""
+        rows = self._mask_embedding, self._mask_state
+        embeddings, states = (
+            mx.broadcast_to(row, (num_requests, num_masked, row.shape[1])) for row in rows
+        )
+        return self.forward(embeddings, states, caches)
+
+
+class ParallelBatchDrafter(HeadBatchDrafter):
+    """Drafts for B requests in one forward over the masked slots behind what they absorbed."""
+
+    _own: ParallelDrafter
+
+    def _start_of(self, drafter: Drafter) -> list[mx.array]:
+        return [array[:1] for array in drafter.pending()]
+
+    def propose(
+        self, size: int, picks: Picks, is_asked: Sequence[bool]
+    ) -> tuple[mx.array, list[int]]:
+        own = self._own
+        assert self._start, "every request has absorbed its first token"
+        first = self._start[1]
+        rows = [first]
+        if size > 1:
+            logits = own.logits(own.forward_masked(first.shape[0], size - 1, self._caches.open()))
+            self._num_forwards += 1
+            rows += [logits[:, slot] for slot in range(size - 1)]
+        tokens = [own.choose(row, picks.pick) for row in rows]
+        return mx.stack(tokens, axis=1), [size] * first.shape[0]
 
 
 def check_draft_cache(draft_cache: str) -> None:

@@ -250,6 +250,21 @@ class RaggedCache:
         width = self._rows.width(self._num_rows, self._ring)
         return self.keys[..., :width, :], self.values[..., :width, :]
 
+    def kept(self) -> tuple[mx.array, mx.array, mx.array]:
+        """Keys and values (B, H, S, D) in no order, and a mask (B, 1, 1, S) of those that count.
+
+        They are those of all positions, or of the window.
+        """
+        width = self._rows.width(0, self._ring)
+        last = self._rows.offset[:, None, None, None] - 1
+        held = mx.arange(width)
+        if self._ring is not None:
+            held = last - (last - held) % self._ring
+        mask = (held <= last) & (held >= 0)
+        if self.max_size is not None:
+            mask = mask & (held > last - self.max_size)
+        return self.keys[..., :width, :], self.values[..., :width, :], mask
+
     @property
     def state(self) -> list[mx.array]:
         """The arrays to compute."""
@@ -438,6 +453,13 @@ class RaggedCaches:
     def view(self, index: int) -> CacheView:
         """One text's caches, each extracted when it is read."""
         return CacheView(self.layers, lambda layer: layer.extract(index))
+
+    def kept(self, index: int) -> tuple[mx.array, mx.array, mx.array]:
+        """``RaggedCache.kept`` of a layer; ValueError where it holds no keys and values."""
+        layer = self.layers[index]
+        if not isinstance(layer, RaggedCache):
+            raise ValueError(f"cache {index} of the target holds no keys and values to read.")
+        return layer.kept()
 
     def _make(self, cache: Any) -> RaggedCache | RaggedStates | RaggedList:
         """Make the cache that holds several texts' caches like this one."""

@@ -24,6 +24,7 @@ from mlx_eagle.drafters.batch_drafter import (
     SequentialDrafter,
     make_batch_drafter,
 )
+from mlx_eagle.drafters.eagle3 import ParallelBatchDrafter
 from mlx_eagle.drafters.tree import DraftPlan, DraftShape
 from mlx_eagle.target.ragged import RaggedCaches
 from mlx_eagle.target.states import StateUpdates, recurrent_caches
@@ -328,7 +329,9 @@ def test_which_heads_draft_in_shared_passes():
         type(make_batch_drafter(tiny_head(model).with_draft_cache("lagging"))) is SequentialDrafter
     )
     assert type(make_batch_drafter(tiny_head(model, rope=rope))) is SequentialDrafter
-    assert type(make_batch_drafter(tiny_head(model, mask_token_id=3))) is SequentialDrafter
+    masked = tiny_head(model, mask_token_id=3)
+    assert type(make_batch_drafter(masked)) is ParallelBatchDrafter
+    assert type(make_batch_drafter(masked.with_draft_window(8))) is SequentialDrafter
 
 
 def test_logprobs_that_are_asked_for_come_with_the_round(monkeypatch):

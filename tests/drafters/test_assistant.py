@@ -2,6 +2,8 @@
 
 import json
 import math
+from copy import copy
+from dataclasses import replace
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -36,6 +38,8 @@ from mlx_eagle.drafters.base import Draft
 from mlx_eagle.drafters.kinds import KINDS, load_drafter, recognise
 from mlx_eagle.drafters.pairs import PAIRS as PUBLIC
 from mlx_eagle.drafters.target_parts import TargetSizes
+from mlx_eagle.target.cache_view import CacheView
+from mlx_eagle.target.ragged import RaggedCaches
 from mlx_eagle.target.target import Target
 
 TOLERANCE = 1e-5
@@ -194,13 +198,13 @@ def test_the_other_convention_of_positions_is_an_option(tmp_path, frozen):
     assert relative(theirs, ours) > 1e-3
     # As if there were a position less, with all its rows.
     shorter = drafter.head(
-        other.begin()._joined(mx.array(token), states), rows_in(drafter, caches), 13
+        other.joined(other._embed(mx.array(token)), states), rows_in(drafter, caches), 13
     )
     assert relative(theirs[:1], shorter[0]) < TOLERANCE
 
 
 def rows_in(drafter, caches) -> dict:
-    return {kind: caches.rows(index) for kind, index in drafter._sources.items()}
+    return {kind: (*caches.rows(index), None) for kind, index in drafter._sources.items()}
 
 
 # In the loop
@@ -329,7 +333,40 @@ def test_an_assistant_that_knows_the_texts(frozen, k):
     assert emitted / rounds >= 0.9 * (k + 1)
 
 
-def test_batches_and_wrapped_targets(frozen):
+@pytest.mark.parametrize("name", PAIRS)
+def test_drafts_in_a_batch_are_those_of_each_request(name):
+    """Beyond the windows, with lengths of all kinds, and the position of either convention."""
+    target, inner = PAIRS[name]
+    prompts = [PROMPT, [9], [70, 71, 72] * 7]
+    for position in ("next", "newest"):
+        drafter = inner.begin()
+        drafter.head = copy(inner.head)
+        drafter.head.config = replace(inner.head.config, position=position)
+        caches, alone, batch = RaggedCaches(), [], drafter.batch_drafter()
+        for prompt in prompts:
+            cache = make_prompt_cache(target)
+            _, features = Target(target, drafter.taps)(mx.array(prompt), cache)
+            caches.join(cache)
+            begun = drafter.begin()
+            begun.extend(mx.array([5]), features[-1:])
+            batch.join(begun)
+            begun.see_target(CacheView(cache))
+            alone.append(begun.propose(3, greedy).tokens.tolist())
+        batch.see_target(caches)
+        tokens, lengths = batch.propose(3, Greedy(), [True] * 3)
+        assert tokens.tolist() == alone and lengths == [3, 3, 3]
+        assert batch.num_forwards(2) == 3
+
+
+def greedy(logits, ids):
+    return mx.argmax(logits, axis=-1)
+
+
+class Greedy:
+    pick = staticmethod(greedy)
+
+
+def test_batches_and_wrapped_targets(frozen, recwarn):
     target, drafter, _ = frozen["learned"]
     options = {"draft_model": drafter, "num_draft_tokens": 3, "max_tokens": 20}
     made = mlx_eagle.batch_generate(
@@ -339,6 +376,7 @@ def test_batches_and_wrapped_targets(frozen):
         alone, own = speculative(target, drafter, prompt, 20, num_draft_tokens=3)
         assert tokens == alone == plain(target, prompt, 20)
         assert stats.num_accepted >= own.num_accepted - 2
+    assert not recwarn.list, "drafts are made prompt by prompt"
     # The same behind the wrapper that vision models have.
     args = {k: v for k, v in vars(target.args).items() if v is not None}
     wrapped = gemma4.Model(gemma4.ModelArgs(text_config=args, vocab_size=args["vocab_size"]))

@@ -113,7 +113,7 @@ def test_the_converters_check_measures_the_same_drafts(name):
         assert drafted.tolist() == (golden.d2t[ids] + ids).tolist()
 
 
-def test_a_batch_reads_as_each_prompt_alone():
+def test_a_batch_reads_as_each_prompt_alone(recwarn):
     model = tiny_llama(vocab_size=258)
     drafter = tiny_head(model, seed=4, num_layers=2, mask_token_id=9)
     prompts = [[5, 17, 3, 88], [9], [70, 71, 72] * 5]
@@ -126,8 +126,12 @@ def test_a_batch_reads_as_each_prompt_alone():
         num_draft_tokens=3,
         return_token_ids=True,
     )
-    for prompt, tokens in zip(prompts, made.token_ids, strict=True):
+    for prompt, tokens, stats in zip(prompts, made.token_ids, made.stats, strict=True):
         assert tokens == plain(model, prompt, 15)[: len(tokens)]
+        _, own = speculative(model, drafter, prompt, 15, num_draft_tokens=3)
+        assert stats.num_accepted == own.num_accepted
+        assert stats.num_head_forwards <= 2 * own.num_head_forwards
+    assert not recwarn.list, "drafts are made prompt by prompt"
 
 
 def test_what_is_not_for_masked_slots_is_refused(tmp_path):
