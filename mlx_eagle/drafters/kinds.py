@@ -88,6 +88,8 @@ def recognise(
     if found not in ("eagle3", OTHERWISE):  # what is taken for one of these may be another drafter
         return found
     has_trunk = any(TRUNK.search(name) and "mtp" not in name for name in names)
+    if has_trunk and any(APPENDED.search(name) for name in names):
+        return OTHERWISE
     text = _said_in(config)
     for kind in UNREAD:
         if kind.is_head and found == OTHERWISE:
@@ -202,6 +204,12 @@ UNREAD = (
         r"(deepseek|glm|step|hy)\w*mtp",
         is_appended=True,
     ),
+    UnreadKind(
+        "an MTP layer of ERNIE",
+        r"(^|\.)mtp_(block|emb_norm|hidden_norm|linear_proj)\.\d+\.",
+        r"ernie\w*mtp",
+        is_appended=True,
+    ),
     UnreadKind("an XPress drafter", NONE, r"xpress"),
     UnreadKind("a Domino drafter", NONE, r"domino"),
     UnreadKind(
@@ -227,6 +235,9 @@ UNREAD = (
 )
 MOST_KEYS = 2000  # of a config, more than an honest one has
 TRUNK = re.compile(r"(^|\.)layers\.0\.(self_attn|mixer|linear_attn)\.")
+
+APPENDED = re.compile(r"(^|\.)(layers\.\d+\.eh_proj|mtp_layers\.\d+\.input_proj)\.")
+"""Tensors of MTP layers that only a whole model has beside its trunk."""
 
 
 def _said_in(config: Mapping[str, Any]) -> str:

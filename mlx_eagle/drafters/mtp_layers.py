@@ -89,7 +89,16 @@ def text_args(target: nn.Module) -> Any:
 
 
 def _attending(target: nn.Module, names: Collection[str]) -> list[nn.Module]:
-    """A layer with full attention, of a target that has it every few layers."""
+    """A layer with full attention, of a target that has it every few layers.
+
+    Raises ValueError where there are several.
+    """
+    if any(name.startswith("layers.1.") for name in names):
+        raise ValueError(
+            f"the checkpoint has several MTP layers, and of a {type_of(target)} model one is "
+            "read, which is run again for each token: use a head made for it, or --draft-model "
+            "lookup."
+        )
     args = text_args(target)
     return [type(target.layers[0])(args, args.full_attention_interval - 1)]
 
@@ -276,6 +285,18 @@ FAMILIES = (
 )
 
 
+UNREAD = (
+    "bailing_hybrid",
+    "bailing_moe_v3",
+    "ernie4_5_moe",
+    "exaone_moe",
+    "kimi_k3",
+    "kimi_linear",
+    "longcat_flash",
+)
+"""Targets that are published with MTP layers of other forms, or may be."""
+
+
 def family_named(model_type: Any) -> MTPFamily | None:
     """The family of targets of that ``model_type``; None where none is known."""
     return next((family for family in FAMILIES if model_type in family.model_types), None)
@@ -292,6 +313,11 @@ def family_of(target: nn.Module) -> MTPFamily:
     family = family_named(model_type)
     if family is not None:
         return family
+    if model_type in UNREAD:
+        raise ValueError(
+            f"the target is a {model_type} model, whose MTP layers are of a form that is not "
+            "read: use a head made for it, or --draft-model lookup."
+        )
     known = ", ".join(f"{family.title} ({', '.join(family.model_types)})" for family in FAMILIES)
     raise ValueError(
         f"the target is a {model_type} model: MTP layers are known for {known}; name another "

@@ -74,7 +74,7 @@ def test_bad_mtp_layers_are_refused():
         load_mtp(weights, LLAMA)
     with pytest.raises(ValueError, match=r"lacks mtp.fc.weight"):
         load_mtp({}, QWEN3_NEXT)
-    with pytest.raises(ValueError, match=r"has an unknown mtp.layers.1.mlp.gate_proj.weight"):
+    with pytest.raises(ValueError, match=r"several MTP layers"):
         load_mtp({**weights, "mtp.layers.1.mlp.gate_proj.weight": mx.zeros(3)}, QWEN3_NEXT)
     wide = tiny_qwen3_next(hidden_size=96)
     with pytest.raises(ValueError, match=r"has mtp\..* of 64 x 128, expected 96 x 192"):

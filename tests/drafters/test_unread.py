@@ -1,8 +1,10 @@
 """Kinds of drafters that are not read: named, with what there is for the same target."""
 
+import mlx.core as mx
 import numpy as np
 import pytest
 from checkpoints import CONFIG, as_midlayer, eagle3_tensors, ones, write_safetensors
+from drafter_pairs import tiny_qwen3_next
 from helpers import tiny_llama
 
 import mlx_eagle
@@ -17,9 +19,33 @@ KINDS = {
     "an MTP layer of MiMo or speculators": (["mtp_layers.0.input_proj.weight"], {}),
     "an MTP layer as DeepSeek": (["model.layers.61.eh_proj.weight"], {}),
     "an MTP layer as DeepSeek and GLM": (["model.hnorm.weight", "model.mtp_block.x"], {}),
+    "an MTP layer of ERNIE": (["model.mtp_block.0.mlp.up_proj.weight"], {}),
     "an XPress drafter": ([], {"model_type": "xpress"}),
     "a Domino drafter": ([], {"architectures": ["Qwen3DominoModel"]}),
 }
+
+
+@pytest.mark.parametrize(
+    "name",
+    (
+        "bailing_hybrid", "bailing_moe_v3", "ernie4_5_moe", "exaone_moe", "kimi_k3",
+        "kimi_linear", "longcat_flash",
+    ),
+)  # fmt: skip
+def test_targets_whose_mtp_layers_are_not_read_are_named(name):
+    target = tiny_llama()
+    target.model_type = name
+    with pytest.raises(ValueError, match=f"a {name} model, whose MTP layers are of a form") as err:
+        mlx_eagle.open_drafter("mtp", target)
+    assert "\n" not in str(err.value)
+
+
+def test_two_mtp_layers_of_qwen_are_refused_by_number():
+    target = tiny_qwen3_next()
+    names = ["fc.weight", *(f"layers.{i}.self_attn.q_proj.weight" for i in (0, 1))]
+    weights = {f"mtp.{name}": mx.zeros((64, 64)) for name in names}
+    with pytest.raises(ValueError, match="several MTP layers, and of a qwen3_next model one is"):
+        load_mtp(weights, target)
 
 
 @pytest.mark.parametrize("title", KINDS)
