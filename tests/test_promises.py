@@ -82,16 +82,7 @@ TARGETS: dict[str, Callable[[], nn.Module]] = {
 }
 WITH_MTP, WITH_ASSISTANT = ("qwen3_next", "glm4_moe"), ("gemma4_text",)
 MTP, ASSISTANTS = ("mtp", "mtp, few tokens", "mtp+lookup"), ("assistant", "assistant+lookup")
-WITHOUT_TREES = (
-    "p-eagle",
-    "lookup",
-    "draft model",
-    "dflash",
-    "dflash, few tokens",
-    "dspark",
-    "dflash2",
-    "dspark+lookup",
-)
+WITHOUT_TREES = ("p-eagle", "lookup", "draft model")
 STATES = ("qwen3_next", "mamba2", "falcon_h1", "lfm2")  # recurrent, with or without attention
 
 

@@ -377,6 +377,12 @@ class Decoder:
         self._is_seeded = True
         return launched
 
+    def _propose(
+        self, shape: DraftShape, choice: Choice, forced: list[int], prices: Mapping[int, float]
+    ) -> Draft:
+        """A draft, cut to what is worth verifying at these ``prices``."""
+        return propose(self.drafter, CacheView(self.cache), shape, choice, forced).worth(prices)
+
     def _checkpoint(self, tokens: mx.array, is_tree: bool) -> Checkpoint:
         """The target's caches as they are now, before a pass over tokens (R,)."""
         num_rows = tokens.shape[0]

@@ -177,16 +177,21 @@ class Assistant(nn.Module):
         mx.eval(self._clusters)
 
     def __call__(
-        self, joined: mx.array, rows: Rows, position: int, project: Projection = with_all_rows
+        self,
+        joined: mx.array,
+        rows: Rows,
+        position: int | mx.array,
+        project: Projection = with_all_rows,
     ) -> tuple[mx.array, mx.array]:
-        """Logits (1, V) and state (1, H) after an embedding and a state side by side, (1, 2H).
+        """Logits (B, V) and states (B, H) after embeddings and states side by side, (B, 2H).
 
         ``project`` multiplies with the table, or some rows of it.
         """
-        x = self.pre_projection(joined)[None]
+        x = self.pre_projection(joined)[:, None]
         for layer, kind in zip(self.layers, self.config.layer_types, strict=True):
-            x, _, _ = layer(x, shared_kv=rows[kind], offset=position)
-        x = self.norm(x)[0]
+            keys, values, mask = rows[kind]
+            x, _, _ = layer(x, mask=mask, shared_kv=(keys, values), offset=position)
+        x = self.norm(x)[:, 0]
         return self.logits(x, project), self.post_projection(x)
 
     @property
@@ -194,7 +199,7 @@ class Assistant(nn.Module):
         return self._clusters is not None
 
     def logits(self, x: mx.array, project: Projection = with_all_rows) -> mx.array:
-        """Logits (1, V) after x (1, h): minus infinity for what cannot be drafted."""
+        """Logits (B, V) after x (B, h): minus infinity for what cannot be drafted."""
         if self._clusters is None:
             return project(self.embed_tokens.as_linear, x)
         best = self.config.centroid_top_k
@@ -289,8 +294,7 @@ class AssistantDrafter(FeatureDrafter):
         tokens: list[mx.array] = []
         for _ in range(size):
             x = joined.astype(self.dtype)
-            logits, state = self.head(x, rows, self._position, self.project)
-            self.num_forwards += 1
+            logits, state = self.head(x, rows, position, self.project)
             tokens.append(self.choose(logits, pick))
             if len(tokens) < size:
                 start_early(tokens[-1], size)
@@ -302,17 +306,17 @@ class AssistantBatchDrafter(HeadBatchDrafter):
     """Drafts for B requests in shared forwards, which read the rows of all where they lie."""
 
     _own: AssistantDrafter
-    _seen: tuple[Rows, mx.array] | None = None
+    _of_targets: tuple[Rows, mx.array] | None = None  # rows, and positions (B,)
 
     def see_target(self, caches: RaggedCaches) -> None:
-        self._seen = self._own.see_targets(caches)
+        self._of_targets = self._own.see_targets(caches)
 
     def propose(
         self, size: int, picks: Picks, is_asked: Sequence[bool]
     ) -> tuple[mx.array, list[int]]:
-        assert self._start and self._seen, "every request has absorbed its first token"
-        rows, positions = self._seen
-        self._seen = None  # the next pass would copy the caches for a reader
+        assert self._start and self._of_targets, "every request has absorbed its first token"
+        rows, positions = self._of_targets
+        self._of_targets = None  # the next pass would copy the caches for a reader
         (joined,) = self._start
         tokens = self._own.draft(size, joined, rows, positions, picks.pick)
         self._num_forwards += size

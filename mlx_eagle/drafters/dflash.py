@@ -290,7 +290,7 @@ class DFlashDrafter(FeatureDrafter):
     @property
     def num_choices(self) -> int:
         """Number of tokens that a slot chooses among."""
-        return self.head.config.draft_vocab_size
+        return self.num_drafted or self.head.config.draft_vocab_size
 
     def check_tree(self, shape: Tree) -> None:
         check_tree_width(shape, self.num_choices)

@@ -140,21 +140,19 @@ class DFlash2Drafter(DFlashDrafter):
 
     def slots(self, states: mx.array) -> list[mx.array]:
         logits = self.logits(states).astype(mx.float32)
-        before = anchors
-        num_candidates = min(self.head.config.top_k, logits.shape[-1])
-        order = mx.argpartition(-logits, num_candidates - 1, axis=-1)
-        found = mx.stop_gradient(order[..., :num_candidates])
-        tokens = []
-        for slot in range(logits.shape[1]):
-            candidates = found[:, slot]
-            row = logits[:, slot]
-            scores = mx.take_along_axis(row, candidates, axis=-1)
-            rows = candidates if self.rows is None else self.rows.index[candidates]
-            scores = scores + self.head.candidate_selector(before, states[:, slot], rows)
-            only = mx.put_along_axis(mx.full(row.shape, -mx.inf), candidates, scores, axis=-1)
-            before = self.choose(only, pick)
-            tokens.append(before)
-        return tokens
+        order = mx.argpartition(-logits, self.num_choices - 1, axis=-1)
+        return [logits, states, mx.stop_gradient(order[..., : self.num_choices])]
+
+    def after(
+        self, before: mx.array, carried: mx.array, *slot: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        """Logits of the candidates, given the token before; of all others -inf."""
+        logits, states, candidates = slot
+        scores = mx.take_along_axis(logits, candidates, axis=-1)
+        rows = candidates if self.rows is None else self.rows.index[candidates]
+        scores = scores + self.head.candidate_selector(before, states, rows)
+        only = mx.put_along_axis(mx.full(logits.shape, -mx.inf), candidates, scores, axis=-1)
+        return only, carried
 
 
 def tensors_of(tensors: Tensors) -> dict[str, Tensor]:

@@ -156,18 +156,20 @@ class DSparkDrafter(DFlashDrafter):
 
     head: DSparkHead
 
-    def read(self, states: mx.array, anchors: mx.array, pick: Pick) -> list[mx.array]:
-        """Choose slot by slot, each with the token chosen in the slot before."""
-        rows = self.logits(states)
-        before = anchors
+    def slots(self, states: mx.array) -> list[mx.array]:
+        return [self.logits(states), states]
+
+    def start(self, num_requests: int) -> mx.array:
+        start: mx.array = self.head.markov_head.start(num_requests)
+        return start
+
+    def after(
+        self, before: mx.array, carried: mx.array, *slot: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        logits, states = slot
         markov = self.head.markov_head
-        carried = markov.start(rows.shape[0])
-        tokens = []
-        for slot in range(rows.shape[1]):
-            own, carried = markov(before, states[:, slot], carried)
-            before = self.choose(rows[:, slot] + self.project(markov.markov_w2, own), pick)
-            tokens.append(before)
-        return tokens
+        own, carried = markov(before, states, carried)
+        return logits + self.project(markov.markov_w2, own), carried
 
     def confidence(self, states: mx.array, before: mx.array) -> mx.array | None:
         head = self.head

@@ -264,7 +264,7 @@ class Eagle3Drafter(EagleDrafter):
             raise ValueError(
                 f"tree drafts do not support {what}: leave the tree out and draft chains."
             )
-        check_tree_width(shape, self.num_drafted or config.draft_vocab_size)
+        check_tree_width(shape, self.num_drafted or self.head.config.draft_vocab_size)
 
     def _absorb_lagging(
         self, tokens: mx.array, features: mx.array, last: mx.array | None

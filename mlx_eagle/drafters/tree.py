@@ -237,15 +237,6 @@ def parse_tree(text: str) -> Tree:
     return StaticTree.parse(text) if is_static else TreeShape.parse(text)
 
 
-def check_tree_width(shape: Tree, num_choices: int) -> None:
-    """Raise ValueError unless ``num_choices`` tokens are enough for the children of a node."""
-    if shape.width > num_choices:
-        raise ValueError(
-            f"the tree gives a node {shape.width} children, but the head drafts only "
-            f"{num_choices} different tokens: give a narrower tree."
-        )
-
-
 def top_k(scores: mx.array, k: int) -> mx.array:
     """Indices of the k greatest of scores (..., n), greatest first, ties by lower index.
 

@@ -10,6 +10,7 @@ from helpers import tiny_llama
 import mlx_eagle
 from mlx_eagle.convert import convert
 from mlx_eagle.drafters.kinds import OTHERWISE, recognise
+from mlx_eagle.drafters.mtp import load_mtp
 from mlx_eagle.drafters.pairs import PAIRS, drafters_for
 
 KINDS = {
