@@ -3,8 +3,8 @@
 A pass over several rows takes other kernels than one over a single row, and rounds otherwise. Here
 the model is called with one row after the other, on the caches as plain decoding has them, so that
 all of a row goes through what a plain step goes through: products, attention, experts, norms and
-recurrent updates. Nothing is computed between the calls. MLX runs their graph breadth first: a
-matrix is read for one row soon after it was read for another.
+recurrent updates. Nothing is computed between the calls. MLX runs their graph breadth first, so
+that the rows go through a layer together, more or less: it may still be in the processor's cache.
 
 A row of a tree sees its ancestors only, as if they had been all of the text: the caches are put
 back to where its parent left them.
