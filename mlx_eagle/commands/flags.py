@@ -146,6 +146,24 @@ def add_draft_flags(parser: argparse.ArgumentParser) -> None:
     use_plain_words(parser)
 
 
+PIPELINE_HELP = (
+    "Under mlx.launch: give each rank some of the target's layers, and not a part of every layer."
+)
+
+
+def check_pipeline(args: argparse.Namespace) -> None:
+    """Raise ValueError where ``--pipeline`` has nothing to split, or cannot."""
+    if args.pipeline and num_ranks() == 1:
+        raise ValueError(
+            "--pipeline spreads the layers over several processes, but there is one: start the "
+            "command with mlx.launch, or leave the flag out."
+        )
+    if args.pipeline and args.model is None:
+        raise ValueError(
+            "--pipeline needs --model: mlx-lm splits the demo target within its layers only."
+        )
+
+
 def add_text_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of commands that print texts, which a server does not have."""
     parser.add_argument(

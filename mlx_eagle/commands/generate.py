@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import secrets
 import shutil
 import sys
 import textwrap
@@ -25,9 +26,9 @@ from ..generate import footer, stream_generate
 from ..system.atomic_folder import check_writable
 from ..system.cli_values import LARGEST, group_flags
 from ..system.device import num_parameters, this_machine, weight_bytes
-from ..system.exit_codes import run_command
 from ..system.loading import apply_template
 from ..system.marks import Marker
+from ..system.ranks import is_first, num_ranks, run_on_ranks, share
 from .flags import (
     DRAFTERS,
     GROUPS,
@@ -35,6 +36,7 @@ from .flags import (
     add_text_flags,
     check_arguments,
     check_cache_flags,
+    check_pipeline,
     grammar_options,
     load_pair,
     read_schema,
@@ -59,6 +61,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="Write the counts as one JSON document to this file; '-' prints it as the last line.",
     )
+    parser.add_argument("--pipeline", action="store_true", help=PIPELINE_HELP)
     parser.add_argument(
         "--list",
         action="store_true",
@@ -171,6 +174,9 @@ def run(args: argparse.Namespace) -> None:
     check_arguments(args)
     check_cache_flags(args)
     read_template_options(args.chat_template_config)
+    check_pipeline(args)
+    if num_ranks() > 1:
+        settle_ranks(args)
     schema = read_schema(args)
     if args.stats_json not in (None, "-"):
         check_writable(Path(args.stats_json), "--stats-json", ", or '-'")
@@ -193,6 +199,26 @@ def run(args: argparse.Namespace) -> None:
         cache = make_prompt_cache(model, args.max_kv_size)
     cache = fit_prompt_cache(args.prompt_cache_file, cache, model, drafter)
     generate_and_report(args, model, tokenizer, drafter, prompt, cache, grammar)
+
+
+def settle_ranks(args: argparse.Namespace) -> None:
+    """Give all ranks one seed, and files to rank 0 alone.
+
+    Raises ValueError for what cannot be read there.
+    """
+    if args.prompt == "-":
+        raise ValueError(
+            "--prompt - waits for the end of standard input, which mlx.launch does not pass on: "
+            "give the prompt itself."
+        )
+    if args.prompt_cache_file is not None:
+        raise ValueError(
+            "--prompt-cache-file holds the caches of a whole target, but each rank has those of "
+            "a part: leave it out, or start without mlx.launch."
+        )
+    args.seed = share(secrets.randbits(32) if args.seed is None else args.seed)
+    if not is_first():
+        args.stats_json = None
 
 
 def generate_and_report(
@@ -338,4 +364,4 @@ def memory_lines(before: dict[str, int], after: dict[str, int]) -> list[str]:
 def main() -> None:
     """Entry point of ``mlx_eagle.generate``."""
     args = build_parser().parse_args()
-    run_command(lambda: run(args))
+    run_on_ranks(lambda: run(args))

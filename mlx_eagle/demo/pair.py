@@ -33,6 +33,8 @@ from ..system.atomic_folder import (
     temporary_cache,
     user_cache,
 )
+from ..system.loading import check_heads
+from ..system.ranks import num_ranks
 from ..system.safetensors import save_arrays
 
 HEAD = Path(__file__).parent / "head"
@@ -80,14 +82,15 @@ def load_demo(
     """Load the demo pair: (model, tokenizer, drafter); the target is fetched the first time.
 
     By default, the target stays in 4 bits and float16 on a GPU, and is dequantized to float32 on
-    a CPU, where other types are slow. The head, which comes in 4 to 6 bits, follows it. With a
+    a CPU, where other types are slow. The head, which comes in 4 to 6 bits, follows it. Under
+    ``mlx.launch`` each rank gets a part of every layer, and the whole head. With a
     ``dtype``, or the name of one, the weights are dense and of that type; ``quantized`` keeps
     them packed, or not, on any device. ``quantize_bits`` quantizes the head while loading it.
 
     The tokenizer is mlx-lm's ``TokenizerWrapper``. Its methods have no types, so strict type
     checkers allow calls of them only for Any.
 
-    Raises ValueError if the target cannot be fetched.
+    Raises ValueError if the target cannot be fetched, or shared out among the ranks.
     """
     on_gpu = mx.default_device() == mx.gpu
     if quantized is None:
@@ -101,6 +104,9 @@ def load_demo(
         # Before the cast, so that weights follow from the float16 scales in every type.
         model = dequantize_model(model)
     model.set_dtype(dtype)
+    if num_ranks() > 1:
+        check_heads(vars(model.args))
+        model.shard(mx.distributed.init())
     mx.eval(model.parameters())
     drafter = eagle3.load(HEAD, read_config(HEAD), model, LoadOptions(quantize_bits))
     if not quantized and not quantize_bits:

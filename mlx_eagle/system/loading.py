@@ -13,11 +13,12 @@ import mlx.nn as nn
 import mlx_lm
 from jinja2 import TemplateError
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
+from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, sharded_load
 from safetensors import SafetensorError, safe_open
 
 from .device import set_precision
 from .hub import locate
+from .ranks import num_ranks
 
 INDEX = "model.safetensors.index.json"
 
@@ -27,21 +28,31 @@ def load(
     tokenizer_config: dict[str, Any] | None = None,
     *,
     dtype: str | None = None,
+    pipeline: bool = False,
     **options: Any,
 ) -> tuple[nn.Module, TokenizerWrapper]:
     """Load a target and its tokenizer with ``mlx_lm.load``, whose ``options`` are taken.
+
+    Under ``mlx.launch`` each rank gets a part with ``mlx_lm.utils.sharded_load``: of every layer,
+    or with ``pipeline`` some layers.
 
     ``dtype`` ("float32", "float16", "bfloat16") is that of its floats. By default they stay as
     they are stored; on a CPU, where MLX is many times slower with others, they become float32,
     and a line on standard error says what memory that takes.
 
-    Raises ValueError, in one sentence, for a name that leads nowhere and for a damaged file.
+    Raises ValueError, in one sentence, for a name that leads nowhere, for a damaged file, and for
+    a target that cannot be split so.
     """
     folder = find_target(path_or_hf_repo)
     try:
-        model, tokenizer = mlx_lm.load(
-            str(folder), tokenizer_config=tokenizer_config, lazy=True, **options
-        )
+        if num_ranks() > 1:
+            model, tokenizer = _load_part(path_or_hf_repo, tokenizer_config, pipeline, **options)
+        else:
+            folder = locate(path_or_hf_repo, DEFAULT_ALLOW_PATTERNS)
+            check_target(folder)
+            model, tokenizer = mlx_lm.load(
+                str(folder), tokenizer_config=tokenizer_config, lazy=True, **options
+            )
     except (ValueError, OSError) as err:
         reason = (str(err).strip() or type(err).__name__).splitlines()[0]
         raise ValueError(f"the target {path_or_hf_repo} cannot be loaded: {reason}") from err
@@ -66,7 +77,8 @@ def check_target(folder: Path) -> None:
             f"{folder / 'config.json'} names no model_type: it is not the configuration of a "
             "model that mlx-lm loads."
         )
-    check_weights(folder)
+    if has_weights:
+        check_weights(folder)
     if (folder / "tokenizer_config.json").exists():
         read_json(folder / "tokenizer_config.json")
     tokenizer = folder / "tokenizer.json"

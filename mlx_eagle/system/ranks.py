@@ -1,0 +1,139 @@
+"""Ranks: the processes that ``mlx.launch`` starts with one command, each with a part of a target.
+
+All of them run the same program. Rank 0 reads, writes and decides; the others compute along, print
+nothing, and end where it ends. MLX exchanges arrays between them; what else one has to know of
+another goes through here.
+"""
+
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+
+from .exit_codes import USER_ERRORS, run_command
+
+BACKENDS = ("[ring]", "[jaccl]", "[mpi]", "[nccl]")
+"""How MLX begins a message about an exchange that failed."""
+LOST = (
+    "another rank has ended or cannot be reached, so nothing can be computed: what it said, if "
+    "anything, stands above; start all ranks again."
+)
+PATIENCE = 3.0  # seconds: by then mlx.launch has ended a rank whose rank 0 has the same complaint
+WATCH = 1.0  # seconds between looks at whether the launcher is still there
+
+
+def num_ranks() -> int:
+    """The number of processes with a part of the target; 1 without ``mlx.launch``."""
+    size: int = mx.distributed.init().size()
+    return size
+
+
+def is_first() -> bool:
+    """Whether this process reads, writes and decides for all."""
+    rank: int = mx.distributed.init().rank()
+    return rank == 0
+
+
+def share(value: Any) -> Any:
+    """The value that rank 0 gives, in every rank; it must be picklable, and all must ask at once.
+
+    On MLX's default stream.
+    """
+    if num_ranks() == 1:
+        return value
+    data = mx.array(list(pickle.dumps(value)) if is_first() else [], dtype=mx.uint8)
+    size = int(mx.distributed.all_sum(mx.array(data.size)))
+    sent = mx.distributed.all_sum(data if is_first() else mx.zeros(size, dtype=mx.uint8))
+    return pickle.loads(bytes(sent))
+
+
+class Relay:
+    """Numbers of rank 0 that all ranks learn one call later, so that nobody waits for them.
+
+    The first call gives what it was given: by then all must know it.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        """``stream`` is that of the passes: what is exchanged must be so in one order."""
+        self._stream = stream
+        self._sent: mx.array | None = None
+
+    def pass_on(self, numbers: list[int]) -> list[int]:
+        """Send ``numbers``, always as many, and return those of the call before."""
+        own = numbers if is_first() else [0] * len(numbers)
+        with mx.stream(self._stream):
+            sent = mx.distributed.all_sum(mx.array(own, dtype=mx.int32))
+            mx.async_eval(sent)
+        before = sent if self._sent is None else self._sent
+        self._sent = sent
+        found: list[int] = before.tolist()
+        return found
+
+
+def run_on_ranks(command: Callable[[], None]) -> None:
+    """Run a command as ``run_command`` does, on all ranks that there are.
+
+    One that cannot go on ends with one sentence, of rank 0 where it knows the reason too, and all
+    others end with it.
+    """
+    if num_ranks() == 1:
+        run_command(command)
+        return
+    threading.Thread(target=_watch_launcher, args=(os.getppid(),), daemon=True).start()
+    if is_first():
+        run_command(lambda: _until_lost(command))
+    else:
+        _follow(command)
+
+
+def _until_lost(command: Callable[[], None]) -> None:
+    """Run ``command``; ValueError where another rank is gone."""
+    try:
+        command()
+    except RuntimeError as err:
+        if not is_lost(err):
+            raise
+        raise ValueError(LOST) from err
+
+
+def is_lost(error: BaseException | None) -> bool:
+    """Whether an error says that another rank is gone."""
+    return isinstance(error, RuntimeError) and any(name in str(error) for name in BACKENDS)
+
+
+def _follow(command: Callable[[], None]) -> None:
+    """Run ``command`` without a word, unless this rank alone cannot go on."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it reaches all: rank 0 says when to stop
+    errors = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(nowhere, stream.fileno())
+    rank = mx.distributed.init().rank()
+    try:
+        command()
+    except USER_ERRORS as err:
+        time.sleep(PATIENCE)
+        os.write(errors, f"error: rank {rank}: {' '.join(str(err).split())}\n".encode())
+        sys.exit(2)
+    except RuntimeError as err:
+        if not is_lost(err):
+            raise
+        sys.exit(1)
+    finally:
+        os.dup2(errors, 2)
+
+
+def _watch_launcher(parent: int) -> None:
+    """End this process, as SIGTERM does, once the process that started it is gone."""
+    while os.getppid() == parent:
+        time.sleep(WATCH)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for number in (1, 2):  # nobody reads them any more
+        os.dup2(nowhere, number)
+    os.kill(os.getpid(), signal.SIGTERM)
