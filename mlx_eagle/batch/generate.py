@@ -426,7 +426,7 @@ def _make_controller(
     """
     rule = make_rule(options.acceptance, options.sampler)
     controller = shared_controller(
-        model, draft_model, rule, options.num_draft_tokens, len(requests)
+        model, draft_model, rule, options.num_draft_tokens, len(requests), options.stream
     )
     if not isinstance(options.num_draft_tokens, str):
         return controller, KernelOptions()

@@ -302,6 +302,7 @@ class Group:
                 decoders[0].rule,
                 self._num_draft_tokens,
                 len(decoders),
+                self._stream,
                 drafts=not is_plain,
             )
         if is_plain:

@@ -14,6 +14,7 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
 from ..decoding.accept import AskedLogprobs, RowsInTurn, log_softmax
+from ..decoding.agreement import agreed
 from ..decoding.auto import AdaptiveController, fixed_controller
 from ..decoding.decoder import MOST_BEHIND
 from ..decoding.loop import MOST_FORCED, Controller, Pipeline
@@ -43,14 +44,19 @@ def shared_controller(
     rule: object,
     num_draft_tokens: int | str,
     num_requests: int,
+    stream: mx.Stream | mx.ThreadLocalStream,
     drafts: bool = True,
 ) -> Controller:
-    """Make the controller of rounds that ``num_requests`` share; without ``drafts`` it copies."""
+    """Make the controller of rounds that ``num_requests`` share; without ``drafts`` it copies.
+
+    ``stream`` is that of the passes.
+    """
     copies = drafter.copies is not None
     if isinstance(num_draft_tokens, str):  # auto
         chains = chains_for(drafter.longest_draft) if drafts else ()
         costs = costs_of(model, drafter, rule)
-        return AdaptiveController(costs, chains, num_requests, copies=copies)
+        own = AdaptiveController(costs, chains, num_requests, copies=copies)
+        return agreed(own, model, stream)
     return fixed_controller(num_draft_tokens, drafts and drafter.longest_draft != 0, copies)
 
 

@@ -433,7 +433,7 @@ class AdaptiveController:
 
         Where the pace of a machine changes with every round, what is believed may be far off.
         """
-        if self._costs.is_settled or len(self._emitted) < LITTLE_ROUNDS:
+        if len(self._emitted) < LITTLE_ROUNDS:
             return False
         return sum(self._emitted) < LITTLE * LITTLE_ROUNDS
 

@@ -18,6 +18,8 @@ from ..system.progress import Progress, silent
 from ..target.cache_view import close_windows
 from ..target.kernels import KernelOptions, OptionTrial
 from ..target.rollback import CacheQuantization
+from ..target.sharding import is_sharded
+from .agreement import agreed
 from .auto import AdaptiveController, FixedController, fixed_controller
 from .decoder import Decoder, Limits
 from .loop import Controller, Pipeline, SingleRunner
@@ -230,16 +232,19 @@ def make_controller(
     decoder.use(costs.options or KernelOptions())
     trial = None
     options = kernel_options(decoder) if decoder.prefill_time > LONG_PREFILL else []
+    if is_sharded(decoder.target.model):
+        options = []  # ranks that draft by different kernels might draft different tokens
     if costs.options is None and options:
         trial = OptionTrial(options, decoder.use)
     drafts = () if decoder.discards_features else chains_for(drafter.longest_draft)
-    controller = AdaptiveController(
+    own = AdaptiveController(
         costs,
         drafts + (drawable_trees(decoder) if drafts else ()),
         can_draw=partial(verifies_trees, decoder),
         trial=trial,
         copies=copies,
     )
+    controller = agreed(own, decoder.target.model, decoder.stream)
     stats.drafting_events = controller.events
     decoder.discards_features |= controller.never_pays
     return controller

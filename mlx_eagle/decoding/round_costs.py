@@ -26,7 +26,6 @@ from ..drafters.tree import LONG_CHAINS, PLAIN, DraftShape
 from ..system.device import product_cost, this_machine, weight_bytes
 from ..target.kernels import KernelOptions
 from ..target.per_model import PerModel
-from ..target.sharding import is_sharded
 from .pass_costs import TargetWeights
 
 PRIOR = 1 / 3  # share of first drafts accepted where no text has shown any: heads have .3 to .8
@@ -69,17 +68,15 @@ class RoundCosts:
 
     ``curve`` gives the cost of a round by shape and number of requests, in plain steps of one
     request, and ``doubt`` the standard deviation of its logarithm that it shares with rounds in
-    doubt only: those by another kernel than the others. Nothing else counts if ``is_settled``:
-    processes that share a model must decide alike.
+    doubt only: those by another kernel than the others.
     """
 
-    def __init__(self, curve: Curve, is_settled: bool = False, doubt: Curve | None = None):
+    def __init__(self, curve: Curve, doubt: Curve | None = None):
         self.acceptance = Acceptance(PRIOR, LONG_CHAINS[-1].size)  # what a new text expects
         self.copies = CopyAcceptance()  # likewise of copies
         self.failed: frozenset[DraftShape] = frozenset()
         self.options: KernelOptions | None = None  # None: others were not tried
         self._curve = curve
-        self.is_settled = is_settled
         self._doubt = doubt
         self._lock = Lock()
         self._run: set[DraftShape] = set()
@@ -95,8 +92,6 @@ class RoundCosts:
 
     def record(self, num_requests: int, shape: DraftShape, seconds: float | None) -> None:
         """Record a finished round or plain step; ``seconds`` is None where that is unknown."""
-        if self.is_settled:
-            return
         with self._lock:
             at = self._place(num_requests, shape)
             is_less = self._cov.diagonal() < self._prior.diagonal()  # no less known than at first
@@ -128,16 +123,14 @@ class RoundCosts:
         """Estimate ``shapes`` and plain steps for ``num`` requests, all at one pace."""
         keys = PLAIN, *shapes
         seconds = np.array([self._curve(s, num) for s in keys])
-        errors = np.zeros(len(keys))
         with self._lock:
-            if not self.is_settled:
-                at = [self._place(num, shape) for shape in keys]
-                last = self._latest
-                seconds *= np.exp(self._mean[0] + self._mean[at])
-                variance = self._cov.diagonal()[at]
-                if last:
-                    variance += self._cov[last, last] - 2 * self._cov[last, at]
-                errors = np.sqrt(np.maximum(0.0, variance))
+            at = [self._place(num, shape) for shape in keys]
+            last = self._latest
+            seconds *= np.exp(self._mean[0] + self._mean[at])
+            variance = self._cov.diagonal()[at]
+            if last:
+                variance += self._cov[last, last] - 2 * self._cov[last, at]
+        errors = np.sqrt(np.maximum(0.0, variance))
         return dict(zip(keys, map(Estimate, seconds.tolist(), errors.tolist()), strict=True))
 
     def _place(self, num: int, shape: DraftShape) -> int:

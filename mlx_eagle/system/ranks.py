@@ -7,7 +7,9 @@ another goes through here.
 
 import os
 import pickle
+import select
 import signal
+import socket
 import sys
 import threading
 import time
@@ -21,10 +23,11 @@ from .exit_codes import USER_ERRORS, run_command
 BACKENDS = ("[ring]", "[jaccl]", "[mpi]", "[nccl]")
 """How MLX begins a message about an exchange that failed."""
 LOST = (
-    "another rank has ended or cannot be reached, so nothing can be computed: what it said, if "
-    "anything, stands above; start all ranks again."
+    "another rank has ended or cannot be reached, or mlx.launch was told to end: what a rank said, "
+    "if anything, stands above; start all of them again."
 )
 PATIENCE = 3.0  # seconds: by then mlx.launch has ended a rank whose rank 0 has the same complaint
+TERMINATED = 143  # exit code, as a shell has it: 128 and the number of the signal
 WATCH = 1.0  # seconds between looks at whether the launcher is still there
 
 
@@ -85,8 +88,13 @@ def run_on_ranks(command: Callable[[], None]) -> None:
     if num_ranks() == 1:
         run_command(command)
         return
-    threading.Thread(target=_watch_launcher, args=(os.getppid(),), daemon=True).start()
+    ends = socket.socketpair()
+    for end in ends:
+        end.setblocking(False)
+    threading.Thread(target=_watch_launcher, args=(os.getppid(), ends[0]), daemon=True).start()
     if is_first():
+        signal.set_wakeup_fd(ends[1].fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGTERM, _end)
         run_command(lambda: _until_lost(command))
     else:
         _follow(command)
@@ -129,11 +137,22 @@ def _follow(command: Callable[[], None]) -> None:
         os.dup2(errors, 2)
 
 
-def _watch_launcher(parent: int) -> None:
-    """End this process, as SIGTERM does, once the process that started it is gone."""
+def _watch_launcher(parent: int, signals: socket.socket) -> None:
+    """End this process with the one that started it, or when told to, whatever it waits for.
+
+    mlx.launch tells all others to once a rank has ended.
+    """
     while os.getppid() == parent:
-        time.sleep(WATCH)
+        ready, _, _ = select.select([signals], [], [], WATCH)
+        if ready and signal.SIGTERM in signals.recv(64):
+            _end()
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for number in (1, 2):  # nobody reads them any more
         os.dup2(nowhere, number)
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _end(*received: object) -> None:
+    """Say why, and end at once: an exchange with a rank that is gone may never return."""
+    os.write(2, f"error: {LOST}\n".encode())
+    os._exit(TERMINATED)

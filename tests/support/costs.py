@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from mlx_eagle.decoding.round_costs import RoundCosts
+from mlx_eagle.decoding.round_costs import Estimate, RoundCosts
 from mlx_eagle.drafters.tree import PLAIN, DraftPlan, DraftShape
 
 Curve = Callable[[DraftShape, int], float]
@@ -25,8 +25,11 @@ LINEAR = curve(lambda k: 1.0 + 1.04 * k)
 class SettledCosts(RoundCosts):
     """RoundCosts that are known, and that no round corrects."""
 
-    def __init__(self, cost: Curve):
-        super().__init__(cost, is_settled=True)
+    def record(self, num_requests, shape, seconds):
+        """Nothing is learnt."""
+
+    def estimates(self, shapes, num):
+        return {shape: Estimate(self._curve(shape, num), 0.0) for shape in (PLAIN, *shapes)}
 
 
 class ScriptedController:

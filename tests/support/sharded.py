@@ -5,9 +5,12 @@ Run by ``test_sharding.py``, with mlx's ring backend on this machine.
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import mlx.core as mx
 from architectures import build
+from drafter_pairs import tiny_mtp, tiny_qwen3_5
 from helpers import (
     PROMPT,
     SIZES,
@@ -17,12 +20,15 @@ from helpers import (
     speculative,
     tiny_head,
     tiny_llama,
+    tiny_qwen3,
 )
 from mlx_lm.generate import generation_stream
 from mlx_lm.models import ministral3
 from mlx_lm.models.cache import make_prompt_cache
 
 import mlx_eagle
+from mlx_eagle.decoding.round_costs import costs_of
+from mlx_eagle.decoding.rules import make_rule
 from mlx_eagle.drafters.eagle3 import Eagle3Drafter
 from mlx_eagle.drafters.lookup import LookupDrafter
 from mlx_eagle.target.target import Target
@@ -58,6 +64,10 @@ def shard(model):
 
 CASES = {
     "tensor, llama": (tiny_llama, shard),
+    "tensor, qwen3": (tiny_qwen3, shard),
+    "tensor, qwen3_moe": (lambda: build("qwen3_moe"), shard),
+    "tensor, qwen3_5 with MTP": (tiny_qwen3_5, shard),
+    "pipeline, qwen3": (lambda: build("qwen3_moe"), split),
     "pipeline, ministral3": (tiny_ministral3, split),
     "pipeline, deepseek_v2": (lambda: randomize(build("deepseek_v2"), 4), split),
 }
@@ -105,26 +115,83 @@ def written(model, drafter, has_trees: bool, in_few_ways: bool) -> dict:
     return texts
 
 
-def compare(name: str, in_few_ways: bool) -> dict[str, bool]:
+@contextmanager
+def counting() -> Iterator[list[str]]:
+    """The exchanges that Python asks for in this block, by name."""
+    names = ("all_sum", "all_gather", "send", "recv", "recv_like")
+    before = {name: getattr(mx.distributed, name) for name in names}
+    asked: list[str] = []
+
+    def counted(name: str):
+        def exchange(*args, **options):
+            asked.append(name)
+            return before[name](*args, **options)
+
+        return exchange
+
+    for name in names:
+        setattr(mx.distributed, name, counted(name))
+    try:
+        yield asked
+    finally:
+        for name in names:
+            setattr(mx.distributed, name, before[name])
+
+
+def exchanges(model, drafter, num_draft_tokens: int | str) -> tuple[list[int], float, int]:
+    """The text, the exchanges of a round beyond those of a plain step, and the times learnt."""
+    short, long = 4, NUM_TOKENS
+    with counting() as of_short:
+        plain(model, PROMPT, short, prefill_step_size=512)
+    with counting() as of_long:
+        plain(model, PROMPT, long, prefill_step_size=512)
+    per_step = (len(of_long) - len(of_short)) / (long - short)
+    found = []
+    for num_tokens in (short, long):
+        with counting() as asked:
+            tokens, stats = speculative(
+                model, drafter, PROMPT, num_tokens, num_draft_tokens=num_draft_tokens
+            )
+        passes = stats.num_target_forwards
+        found.append((len(asked) - per_step * passes, passes))
+    more, passes = (b - a for a, b in zip(*found, strict=True))
+    costs = costs_of(model, drafter, make_rule(None, None))
+    return tokens, more / passes, len(costs._run)
+
+
+def whole_and_part(name: str):
+    """A target, this rank's part of one, and a drafter for each."""
     make, spread = CASES[name]
     whole, part = make(), make()
+    if name.endswith("MTP"):
+        drafter = tiny_mtp(whole)
+        mine = tiny_mtp(part)
+    else:
+        drafter = tiny_head(whole)
+        mine = Eagle3Drafter(drafter.head, drafter._embed, drafter.taps, drafter.to_target)
+    return whole, part, drafter, mine, spread
+
+
+def compare(name: str, in_few_ways: bool) -> dict[str, bool]:
+    whole, part, drafter, mine, spread = whole_and_part(name)
     num_layers = len(whole.layers)
-    drafter = tiny_head(whole)
     taps = (0, 1, num_layers // 2, num_layers - 1, num_layers, num_layers + 1)
-    has_trees = "deepseek" not in name
+    has_trees = "deepseek" not in name and "MTP" not in name
     reference = written(whole, drafter, has_trees, in_few_ways)
     spread(part)
-    mine = Eagle3Drafter(drafter.head, drafter._embed, drafter.taps, drafter.to_target)
     ours = written(part, mine, has_trees, in_few_ways)
     results = {f"{what} as whole": ours[what] == reference[what] for what in reference}
     results["plain as whole"] = plain(part, PROMPT, NUM_TOKENS) == ours["k = 3"][0]
     seen, expected = features(part, taps), features(whole, taps)
     error = mx.abs(seen - expected).max() / mx.abs(expected).max()
     results["features as whole"] = error.item() < 1e-4
-    if "ministral3" in name:
-        # What rounds cost is measured by each: the choice must still be one.
-        tokens, _ = speculative(part, mine, PROMPT, NUM_TOKENS, num_draft_tokens="auto")
-        results["auto"] = tokens == ours["k = 3"][0]
+    if not in_few_ways:
+        # What rounds cost is measured by rank 0: the choice must still be one.
+        text, more, num_timed = exchanges(part, mine, "auto")
+        results["auto"] = text == ours["k = 3"][0]
+        fetched = "pipeline" in name  # what the head reads, once a pass
+        results[f"{more:.2f} exchanges more a round"] = more <= 1 + fetched
+        results["rank 0 learns"] = (num_timed > 0) == (mx.distributed.init().rank() == 0)
     results["is split"] = len(part.layers) < num_layers or "tensor" in name
     return results
 

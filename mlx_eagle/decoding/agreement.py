@@ -1,0 +1,84 @@
+"""Agreement of the ranks that share a target on the shape of each round: rank 0 chooses for all."""
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..drafters.acceptance_stats import CopySeen
+from ..drafters.seen_text import TextMatch
+from ..drafters.tree import LEAST_MATCHES, PLAIN, DraftPlan, DraftShape
+from ..system.ranks import Relay, is_first
+from ..target.sharding import is_sharded
+from .auto import AdaptiveController
+from .stats import DraftingEvent
+
+
+class AgreedController:
+    """A ``Controller`` that decides alike in all ranks, whatever their clocks and chips say.
+
+    Rank 0 chooses a round ahead: its choice travels while the round before is computed, and nobody
+    waits for it. That is one exchange of a few numbers more than the passes need. Trees are not
+    among the shapes.
+    """
+
+    def __init__(self, own: AdaptiveController, stream: mx.Stream | mx.ThreadLocalStream):
+        self._own = own
+        self._relay = Relay(stream)
+        first = Relay(stream).pass_on([own.drafting_off, own.never_pays])
+        self.drafting_off = bool(first[0])
+        self.never_pays = bool(first[1])
+
+    @property
+    def events(self) -> list[DraftingEvent]:
+        return self._own.events
+
+    def next_plan(self, num_tokens: int, matches: Sequence[TextMatch] = ()) -> DraftPlan:
+        """See ``Controller``."""
+        plan = self._own.next_plan(num_tokens, matches) if is_first() else DraftPlan(PLAIN)
+        is_off, *numbers = self._relay.pass_on([self._own.drafting_off, *to_numbers(plan)])
+        self.drafting_off = bool(is_off)
+        return from_numbers(numbers)
+
+    def record(
+        self, shape: DraftShape, kept: Sequence[int], seconds: float | None,
+        ranks: Sequence[int] = (), copies: Sequence[CopySeen] = (),
+    ) -> None:  # fmt: skip
+        """See ``Controller``."""
+        if is_first():
+            self._own.record(shape, kept, seconds, ranks, copies)
+
+    def disable_shape(self, shape: DraftShape, error: RuntimeError) -> bool:
+        """It never can: the other ranks run this round."""
+        return False
+
+    def resize(self, num_requests: int) -> None:
+        """See ``Controller``."""
+        self._own.resize(num_requests)
+
+
+def agreed(
+    controller: AdaptiveController, model: nn.Module, stream: mx.Stream | mx.ThreadLocalStream
+) -> AdaptiveController | AgreedController:
+    """The controller itself, or for a target that other ranks share one that all agree with."""
+    return AgreedController(controller, stream) if is_sharded(model) else controller
+
+
+def to_numbers(plan: DraftPlan) -> list[int]:
+    """A plan without trees as whole numbers, always as many."""
+    shapes = [plan.shape]
+    for others in (plan.by_match, plan.by_answer):
+        shapes += others or [PLAIN] * len(LEAST_MATCHES)
+    numbers = [bool(plan.by_match), bool(plan.by_answer)]
+    return [*numbers, *(shape.size for shape in shapes), *(shape.copy for shape in shapes)]
+
+
+def from_numbers(numbers: Sequence[int]) -> DraftPlan:
+    """The plan that ``to_numbers`` gave these for."""
+    has_matches, has_answers, *values = numbers
+    half = len(values) // 2
+    sizes = zip(values[:half], values[half:], strict=True)
+    first, *others = (DraftShape(size, copy=copy) for size, copy in sizes)
+    num = len(LEAST_MATCHES)
+    by_match = tuple(others[:num]) if has_matches else ()
+    return DraftPlan(first, by_match, tuple(others[num:]) if has_answers else ())
