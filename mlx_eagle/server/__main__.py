@@ -12,7 +12,8 @@ from mlx_lm.utils import maybe_set_recommended_wired_limit
 from ..commands.flags import default_drafter, say_expectations
 from ..draft_models import find_drafter
 from ..system.device import prepare_device
-from ..system.exit_codes import INTERRUPTED, run_command
+from ..system.exit_codes import INTERRUPTED
+from ..system.ranks import LOST, is_first, num_ranks, run_on_ranks
 from ..system.stop_signals import StopSignals
 from .access import is_loopback, read_access
 from .caches import open_prompt_cache
@@ -25,6 +26,7 @@ from .provider import PairProvider
 from .routes import DOCUMENTS, ROUTES
 
 POLL = 0.1  # seconds
+LOOK = 1.0  # seconds between looks at whether the other ranks are still there
 LONG_ANSWER = 16384  # tokens: a file that an agent writes; most do not say how many they need
 AGENTS = {
     "Claude Code": "ANTHROPIC_BASE_URL=<URL> ANTHROPIC_AUTH_TOKEN=<KEY> claude --model local",
@@ -41,7 +43,9 @@ def serve(server: PairServer, generator: PairGenerator, signals: StopSignals) ->
     """Serve until SIGINT or SIGTERM, then finish open requests unless a second one comes."""
     threading.Thread(target=server.serve_forever, daemon=True).start()
     announce(server, generator)
-    signals.wait()
+    while not signals.wait(None if num_ranks() == 1 else LOOK):
+        if not generator.generation_available():
+            break
     server.stop_listening()
     count = len(server.answering)
     if count:
@@ -51,6 +55,15 @@ def serve(server: PairServer, generator: PairGenerator, signals: StopSignals) ->
         if signals.wait(POLL):
             generator.hurry()
             return
+    if num_ranks() > 1 and not generator.generation_available():
+        raise ValueError(LOST)
+
+
+def follow(generator: PairGenerator) -> None:
+    """Compute along with rank 0 until it stops; raise what made this rank fail."""
+    generator.join()
+    if generator.model_provider.error is not None:
+        raise generator.model_provider.error
 
 
 def announce(server: PairServer, generator: PairGenerator) -> None:
@@ -95,8 +108,8 @@ def agent_lines(url: str, has_key: bool) -> list[str]:
 def run(args: argparse.Namespace) -> None:
     """Open the pair and serve it."""
     check_arguments(args)
-    access = read_access(args)
-    collector = open_collector(args)
+    access = read_access(args) if is_first() else None
+    collector = open_collector(args) if is_first() else None
     cache = open_prompt_cache(args)
     prepare_device()
     if args.num_draft_tokens != 0:
@@ -104,6 +117,9 @@ def run(args: argparse.Namespace) -> None:
     find_drafter(args.draft_model, args.model)
     logging.basicConfig(level=args.log_level, format="%(asctime)s - %(levelname)s - %(message)s")
     maybe_set_recommended_wired_limit()
+    if not is_first():
+        follow(PairGenerator(PairProvider(args), cache))
+        return
     with StopSignals() as signals:
         generator = PairGenerator(PairProvider(args), cache)
         try:
@@ -128,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
     code: int | str | None = 0
     try:
-        run_command(lambda: run(args))
+        run_on_ranks(lambda: run(args))
     except SystemExit as stop:
         code = stop.code
     # A thread that has used MLX needs the interpreter for a moment after Python has joined it,

@@ -36,6 +36,7 @@ class ActiveRequest:
     ``num_cached`` tokens of its prompt were in caches; of the ``num_uncached`` others ``num_read``
     have been read, and each step of ``chunks`` reads some. ``is_alone``: rounds that it shared
     have failed, and it shares none any more. At ``ends`` its caches are filed (see ``Tokenized``).
+    ``tokens`` were said. ``has_left`` its client, and ``is_overdue`` it, before this step.
     """
 
     answer: AnswerStream
@@ -46,6 +47,9 @@ class ActiveRequest:
     ends: Mapping[int, str]
     is_alone: bool = False
     is_done: bool = False  # all was said that will be
+    has_left: bool = False
+    is_overdue: bool = False
+    tokens: list[int] = field(default_factory=list)
     chunks: Iterator[int] = field(default_factory=lambda: iter(()))
     num_cached: int = 0
     num_uncached: int = 0
@@ -98,7 +102,7 @@ class RequestFactory:
     def open_again(self, active: ActiveRequest) -> None:
         """Begin a request again behind the tokens already sent; its caches are computed anew."""
         old = active.request
-        said = list(active.answer.tokens)
+        said = list(active.tokens)
         active.request = Request(old.prompt, old.limits, [], stats=old.stats, tokens=said)
         self._begin(active)
         active.decoder.num_emitted = len(said)
@@ -191,7 +195,7 @@ class RequestFactory:
         drafter = self._provider.draft_model
         source = None if drafter is None else drafter.copies
         if source is not None and source.answers is not None and active.args.is_stored:
-            source.answers.add(active.args.scope, active.answer.tokens)
+            source.answers.add(active.args.scope, active.tokens)
 
 
 def make_sampler(args: PairArguments, tokenizer: TokenizerWrapper) -> Sampler | None:

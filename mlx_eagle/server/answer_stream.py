@@ -177,7 +177,10 @@ class AnswerStream:
 
 
 class on_error:
-    """Context manager that gives an error to ``act`` instead of raising it: the server goes on."""
+    """Context manager that gives an error to ``act`` instead of raising it: the server goes on.
+
+    It cannot where another rank is gone.
+    """
 
     def __init__(self, act: Callable[[Exception], None]) -> None:
         self._act = act
@@ -186,7 +189,7 @@ class on_error:
         """Nothing is needed before."""
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
-        if not isinstance(error, Exception):
+        if not isinstance(error, Exception) or is_lost(error):
             return False
         self._act(error)
         return True

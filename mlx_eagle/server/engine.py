@@ -2,15 +2,22 @@
 
 Prompts are read chunk by chunk, and between two chunks all requests get a round. Requests with
 the same drafting settings are a group, and share their rounds where their caches can.
+
+Under ``mlx.launch`` every rank has this thread, and takes the same steps: rank 0 alone has clients,
+and tells the others in ``Orders`` what they asked for.
 """
 
 import gc
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
+from queue import Empty
+from secrets import randbits
 from threading import Event, Lock
 
 import mlx.core as mx
@@ -20,6 +27,7 @@ from mlx_lm.server import CompletionRequest, GenerationContext, ResponseGenerato
 from ..batch.group import Group, RoundOutput
 from ..batch.requests import Request, first_token, reason_not_batchable
 from ..drafters.base import NullDrafter
+from ..system.ranks import is_first, is_lost, num_ranks, share
 from .active_requests import ActiveRequest, RequestFactory
 from .answer_stream import AnswerStream, RequestError, on_error
 from .body import PairArguments
@@ -41,6 +49,24 @@ from .provider import PairProvider
 LARGE = 2**16  # bytes of a body; larger prompts are tokenized one after the other
 TIME_LIMIT = 600.0  # seconds
 IDLE = 0.1  # seconds between looks at whether to stop, while there are no requests
+
+
+@dataclass
+class Orders:
+    """Orders for the next step, from the clients and the clock of rank 0.
+
+    Requests to begin; places, among the active ones, of those ``left`` by their clients and of
+    those ``overdue``; and whether to stop.
+    """
+
+    requests: list[tuple[Tokenized, PairArguments]]
+    left: list[int]
+    overdue: list[int]
+    is_stopping: bool
+
+    @property
+    def are_none(self) -> bool:
+        return not (self.requests or self.left or self.overdue or self.is_stopping)
 
 
 class Schedule:
@@ -71,10 +97,24 @@ class Schedule:
         return len(self._active) >= self._provider.cli_args.decode_concurrency
 
     @property
-    def has_room(self) -> bool:
-        """Whether the next request can be begun now."""
-        num_prompts = self._provider.cli_args.prompt_concurrency
-        return not self.is_full and len(self._reading) < num_prompts
+    def room(self) -> int:
+        """The number of requests that can be begun now."""
+        flags = self._provider.cli_args
+        free = flags.decode_concurrency - len(self._active)
+        return max(0, min(free, flags.prompt_concurrency - len(self._reading)))
+
+    def see_clients(self) -> tuple[list[int], list[int]]:
+        """Places of the active requests that their clients have left, and of those overdue."""
+        answers = [active.answer for active in self._active]
+        left = [i for i, answer in enumerate(answers) if answer.is_over]
+        return left, [i for i, answer in enumerate(answers) if self._is_overdue(answer)]
+
+    def mark(self, orders: Orders) -> None:
+        """Mark the active requests that are to end."""
+        for i in orders.left:
+            self._active[i].has_left = True
+        for i in orders.overdue:
+            self._active[i].is_overdue = True
 
     def add(self, active: ActiveRequest) -> None:
         """Add a request, which is answered from the next step on."""
@@ -96,7 +136,7 @@ class Schedule:
 
     def _read(self, active: ActiveRequest) -> None:
         """Read a chunk of a prompt; after the last one, generate the first token."""
-        if active.answer.is_over:  # its client has left
+        if active.has_left:
             self._active.remove(active)
             return
         decoder = active.decoder
@@ -147,7 +187,7 @@ class Schedule:
         with on_error(partial(self._recover, key, group)):
             for request in group.requests:
                 active = self._active_of(request)
-                if active.answer.is_over and not active.is_done:  # its client has left
+                if active.has_left and not active.is_done:
                     active.is_done = True
                     group.leave(request)
             for emitted in group.round():
@@ -162,17 +202,17 @@ class Schedule:
 
     def _say(self, active: ActiveRequest, emitted: RoundOutput) -> int:
         """Send a client the tokens of a round; return how many of them it does not want."""
-        answer = active.answer
         stats = emitted.request.stats
         for i, response in enumerate(active.writer.responses(emitted)):
             num_unread = len(emitted.tokens) - i - 1
-            if response.finish_reason is None and self._is_overdue(answer):
+            if response.finish_reason is None and active.is_overdue:
                 response.finish_reason = "length"
-            is_last = response.finish_reason is not None or answer.is_over
+            is_last = response.finish_reason is not None or active.has_left
             if is_last:  # the client reads the counts with its last token
                 stats.take_back(num_unread, i + 1)
                 active.is_done = True
-            answer.put(response)
+            active.tokens.append(response.token)
+            active.answer.put(response)
             if is_last:
                 return num_unread
         return 0
@@ -330,11 +370,16 @@ class PairGenerator(ResponseGenerator):
             schedule = Schedule(self)
             if self.prompt_cache.folder is not None:
                 self.prompt_cache.folder.pair = provider.describe()
-            while not self._stop:
-                self._take_in(schedule)
-                schedule.step()
-                if schedule.is_idle:
-                    self.prompt_cache.save_next()
+            try:
+                while self._take_in(schedule):
+                    schedule.step()
+                    if schedule.is_idle:
+                        self.prompt_cache.save_next()
+            except (RuntimeError, ValueError) as err:
+                if not is_lost(err):
+                    provider.error = err
+                    raise
+                self._generation_failed = True
             schedule.close()
             self.prompt_cache.save_all(self._is_hurried.is_set)
             del schedule
@@ -343,17 +388,48 @@ class PairGenerator(ResponseGenerator):
         del self.prompt_cache
         gc.collect()
 
-    def _take_in(self, schedule: Schedule) -> None:
-        """Begin as many requests as there is room for; wait for one while the schedule is idle."""
-        while schedule.has_room:
-            asked = self._next_request(IDLE if schedule.is_idle else None)
-            if asked is None:
+    def _take_in(self, schedule: Schedule) -> bool:
+        """Begin the requests there is room for, and mark those to end; whether to go on."""
+        answers: list[AnswerStream] = []
+        orders = self._read_orders(schedule, answers) if is_first() else None
+        sent = None if orders is None or orders.are_none else orders
+        orders = share(sent) if num_ranks() > 1 else sent
+        if orders is None:
+            return True
+        schedule.mark(orders)
+        for i, (tokenized, args) in enumerate(orders.requests):
+            if not is_first():
+                answers.append(AnswerStream(lambda answer: None))
+            if args.form is not None:
+                args.grammar = make_grammar(args.form, self.model_provider.tokenizer)
+            with on_error(answers[i].put):
+                self._begin(schedule, answers[i], tokenized, args)
+        return not orders.is_stopping
+
+    def _read_orders(self, schedule: Schedule, answers: list[AnswerStream]) -> Orders:
+        """Take as many requests as there is room for; wait for one while the schedule is idle.
+
+        Their ``answers`` are added to the list.
+        """
+        requests = []
+        for answer, tokenized, args in islice(self._waiting(schedule.is_idle), schedule.room):
+            answers.append(answer)
+            if num_ranks() > 1:  # grammars cannot be sent, and chance must be the same for all
+                seed = randbits(63) if args.seed is None else args.seed
+                args = replace(args, grammar=None, seed=seed)
+            requests.append((tokenized, args))
+        return Orders(requests, *schedule.see_clients(), self._stop)
+
+    def _waiting(self, is_idle: bool) -> Iterator[tuple[AnswerStream, Tokenized, PairArguments]]:
+        """Requests of clients that are still there; the first is waited for if it ``is_idle``."""
+        while True:
+            try:
+                asked = self.requests.get(block=is_idle, timeout=IDLE)
+            except Empty:
                 return
-            answer, tokenized, args = asked
-            if answer.is_over:
-                continue
-            with on_error(answer.put):
-                self._begin(schedule, answer, tokenized, args)
+            if not asked[0].is_over:
+                is_idle = False
+                yield asked
 
     def _begin(
         self, schedule: Schedule, answer: AnswerStream, tokenized: Tokenized, args: PairArguments

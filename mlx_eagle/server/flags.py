@@ -8,10 +8,17 @@ from typing import Any
 from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
 from mlx_lm.utils import _parse_size
 
-from ..commands.flags import add_draft_flags, check_cache_flags, check_draft_flags
+from ..commands.flags import (
+    PIPELINE_HELP,
+    add_draft_flags,
+    check_cache_flags,
+    check_draft_flags,
+    check_pipeline,
+)
 from ..decoding.setup import AUTO
 from ..drafters.earlier_answers import DEFAULT_BOUND
 from ..system.cli_values import Range, check_ranges
+from ..system.ranks import num_ranks
 from .access import is_loopback
 from .body import MAX_DRAFT_TOKENS, NUMBERS
 from .cache_files import FOLDER_BYTES
@@ -145,7 +152,7 @@ SWITCHES = {
     "key, such a --host is refused otherwise.",
     "trust-remote-code": "Let the tokenizer run code of its own.",
     "use-default-chat-template": "Use the tokenizer's default template where it has none.",
-    "pipeline": "Not supported here: a pair runs on one machine.",
+    "pipeline": PIPELINE_HELP,
     "strict-model": "Refuse requests that name another model, which are answered otherwise.",
     "usage-stats": "Add drafted_tokens, accepted_tokens, copied_tokens, accepted_copied_tokens "
     "and mean_acceptance_length to the usage of each answer.",
@@ -197,8 +204,9 @@ def check_arguments(args: argparse.Namespace) -> None:
         args.copy_answers = DEFAULT_BOUND if is_loopback(args.host) else 0
     NUMBERS["temperature"].check("--temp", args.temp)
     NUMBERS["max_tokens"].check("--max-tokens", args.max_tokens)
-    if args.pipeline:
-        raise ValueError("--pipeline cannot be used here: a pair runs on one machine.")
+    check_pipeline(args)
+    if num_ranks() > 1:
+        check_shared(args)
     if not isinstance(args.chat_template_args, dict):
         raise ValueError("--chat-template-args is something else than a JSON object.")
     target_flags = (args.adapter_path, args.chat_template, args.use_default_chat_template)
@@ -206,4 +214,18 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise ValueError(
             "--adapter-path and the flags about chat templates need --model: the demo pair is "
             "served as it is."
+        )
+
+
+def check_shared(args: argparse.Namespace) -> None:
+    """Raise ValueError for flags that several ranks with one target cannot follow alike."""
+    if args.prompt_cache_dir is not None:
+        raise ValueError(
+            "--prompt-cache-dir keeps the caches of a whole target, but each rank has those of a "
+            "part: leave it out, or start without mlx.launch."
+        )
+    if args.pipeline and args.prompt_cache_bytes is not None:
+        raise ValueError(
+            "--prompt-cache-bytes would let each rank of a pipeline, whose caches have other "
+            "sizes, drop other ones: give --prompt-cache-size."
         )

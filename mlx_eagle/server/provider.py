@@ -20,8 +20,9 @@ from ..drafters.target_parts import find_embedding
 from ..system.device import set_precision
 from ..system.exit_codes import USER_ERRORS
 from ..system.hub import locate
-from ..system.loading import check_target, context_size
+from ..system.loading import check_target, context_size, load
 from ..target.probe import check_trees
+from ..target.sharding import in_any_process
 from .answer_stream import Document, RequestError
 from .body import MAX_TOP, shortened
 from .caches import is_always_trimmable
@@ -93,16 +94,27 @@ class PairProvider(ModelProvider):
         adapter_path: str | None = None,
         draft_model_path: str | None = None,
     ) -> None:
-        if self.is_distributed:
-            raise ValueError("drafting is for one machine: start the server without a launcher.")
+        args = self.cli_args
         drafter = None
         if model_path is None:
             self.reset()
-            self.model, self.tokenizer, drafter = load_demo(dtype=self.cli_args.dtype)
+            self.model, self.tokenizer, drafter = load_demo(dtype=args.dtype)
+        elif self.is_distributed:
+            self.reset()
+            self.model, self.tokenizer = load(
+                model_path,
+                self._tokenizer_config,
+                dtype=args.dtype,
+                pipeline=args.pipeline,
+                adapter_path=adapter_path,
+                trust_remote_code=args.trust_remote_code,
+            )
+            if args.use_default_chat_template and self.tokenizer.chat_template is None:
+                self.tokenizer.chat_template = self.tokenizer.default_chat_template
         else:
             check_target(locate(model_path, DEFAULT_ALLOW_PATTERNS))
             super()._load(model_path, adapter_path)
-            self.model = set_precision(self.model, self.cli_args.dtype)
+            self.model = set_precision(self.model, args.dtype)
         name, self.draft_model = open_beside(
             drafter,
             draft_model_path,
@@ -113,15 +125,20 @@ class PairProvider(ModelProvider):
             draft_vocab=self.cli_args.draft_vocab,
             target=model_path,
         )
-        self.cli_args.draft_model = name  # of what "auto" stands for
+        args.draft_model = name  # of what "auto" stands for
         self.draft_names.add(name)
         if self.draft_model is not None and self.draft_model.copies is not None:
             self.draft_model.copies.answers = self.answers
-        if self.cli_args.tree is not None:
-            self.check_tree(self.cli_args.tree)
+        if args.tree is not None:
+            self.check_tree(args.tree)
         self.vocab_size = find_embedding(self.model)[1]
         self.context = context_size(self.model)
         self.needs_snapshots = not is_always_trimmable(make_prompt_cache(self.model))
+        if args.pipeline and in_any_process(self.needs_snapshots):
+            raise ValueError(
+                "this target has windows or recurrent states in some layers, whose prompt caches "
+                "only some ranks of a pipeline could continue: leave --pipeline out."
+            )
         # Settles what a tokenizer keeps between calls, before several threads use it.
         self.tokenizer.encode("")
         self.model_key = (model_path, adapter_path, draft_model_path)

@@ -45,11 +45,9 @@ def load(
     """
     folder = find_target(path_or_hf_repo)
     try:
-        if num_ranks() > 1:
+        if folder is None:
             model, tokenizer = _load_part(path_or_hf_repo, tokenizer_config, pipeline, **options)
         else:
-            folder = locate(path_or_hf_repo, DEFAULT_ALLOW_PATTERNS)
-            check_target(folder)
             model, tokenizer = mlx_lm.load(
                 str(folder), tokenizer_config=tokenizer_config, lazy=True, **options
             )

@@ -28,6 +28,7 @@ LOST = (
 )
 PATIENCE = 3.0  # seconds: by then mlx.launch has ended a rank whose rank 0 has the same complaint
 TERMINATED = 143  # exit code, as a shell has it: 128 and the number of the signal
+GRACE = 60.0  # seconds for rank 0 to finish what it has begun, for which it needs the others
 WATCH = 1.0  # seconds between looks at whether the launcher is still there
 
 
@@ -46,12 +47,15 @@ def is_first() -> bool:
 def share(value: Any) -> Any:
     """The value that rank 0 gives, in every rank; it must be picklable, and all must ask at once.
 
-    On MLX's default stream.
+    None takes one exchange, anything else two, on MLX's default stream.
     """
     if num_ranks() == 1:
         return value
-    data = mx.array(list(pickle.dumps(value)) if is_first() else [], dtype=mx.uint8)
+    is_sent = is_first() and value is not None
+    data = mx.array(list(pickle.dumps(value)) if is_sent else [], dtype=mx.uint8)
     size = int(mx.distributed.all_sum(mx.array(data.size)))
+    if size == 0:
+        return None
     sent = mx.distributed.all_sum(data if is_first() else mx.zeros(size, dtype=mx.uint8))
     return pickle.loads(bytes(sent))
 
@@ -149,6 +153,8 @@ def _watch_launcher(parent: int, signals: socket.socket) -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for number in (1, 2):  # nobody reads them any more
         os.dup2(nowhere, number)
+    if not is_first():
+        time.sleep(GRACE)
     os.kill(os.getpid(), signal.SIGTERM)
 
 
