@@ -14,6 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from mlx_eagle.commands.flags import check_pipeline
 from mlx_eagle.decoding.setup import AUTO
 from mlx_eagle.demo.pair import load_demo
 from mlx_eagle.draft_models import find_drafter, known_pairs, open_beside, split_name
@@ -23,6 +24,7 @@ from mlx_eagle.system.device import prepare_device
 from mlx_eagle.system.exit_codes import USER_ERRORS, run_command
 from mlx_eagle.system.loading import context_size, find_target, load
 from mlx_eagle.system.progress import open_bar
+from mlx_eagle.system.ranks import is_first, num_ranks, run_on_ranks
 
 from . import conditions
 from .conditions import DEMO_NAMES
@@ -62,12 +64,20 @@ def run(args: argparse.Namespace) -> None:
         check_writable(Path(args.report).expanduser(), "--report")
     questions = load_questions(settings.prompts, settings.limit)
     check_questions(settings, questions)
-    folder = prepare_folder(args.out)
+    check_pipeline(args)
+    if settings.clients and num_ranks() > 1:
+        raise ValueError(
+            "--serve starts servers of its own, which mlx.launch does not know of: leave it out, "
+            "or start without mlx.launch."
+        )
+    folder = prepare_folder(args.out) if is_first() else Path()
     prepare_device()
     machine = conditions.machine()  # before the run, which would show in the load of the machine
     measurement = open_measurement(args, questions, settings)
     with counting(measurement.num_runs()) as count:
         found, rows = measurement.run(count)
+    if not is_first():
+        return
     document = {
         "format": 1,
         "conditions": machine | found.pop("conditions"),
@@ -159,7 +169,7 @@ def load_models(args: argparse.Namespace) -> tuple[Models, dict[str, str]]:
     if args.model is None:
         model, tokenizer, own = load_demo(dtype=args.dtype, quantize_bits=args.quantize_draft)
     else:
-        model, tokenizer = load(args.model, dtype=args.dtype)
+        model, tokenizer = load(args.model, dtype=args.dtype, pipeline=args.pipeline)
         own = None
         names["model"] = args.model
     drafters = {}
@@ -194,6 +204,11 @@ def load_models(args: argparse.Namespace) -> tuple[Models, dict[str, str]]:
         if value is not None:
             names["head"] += f", draft {what} {value}"
     compared = None
+    if args.compare is not None and num_ranks() > 1:
+        raise ValueError(
+            "--compare measures mlx-lm's own drafting, which is for one machine: leave it out, or "
+            "start without mlx.launch."
+        )
     if args.compare is not None:
         names["compared"] = args.compare[1]
         compared, other = load(names["compared"], dtype=args.dtype)
@@ -287,7 +302,7 @@ def brief(document: Document) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command ``mlx_eagle.bench``."""
     args = build_parser().parse_args(argv)
-    run_command(lambda: run(args))
+    run_on_ranks(lambda: run(args))
 
 
 if __name__ == "__main__":

@@ -90,6 +90,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--draft-vocab", metavar="N|FILE|full", help=DRAFT_VOCAB_HELP)
     add("--quantize-draft", type=quantized_bits, metavar="BITS", help=BITS_HELP)
     add("--dtype", choices=DTYPES, help=DTYPE_HELP)
+    add("--pipeline", action="store_true", help=PIPELINE_HELP)
     words = f"{', '.join(SETS)}, or JSONL files; repeatable (default: all three sets)."
     add("--prompts", action="append", default=[], metavar="NAME,...", help=words)
     words = "Maximum prompts per set, evenly spread over it; 0: all (%(default)s)."

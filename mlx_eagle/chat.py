@@ -9,6 +9,7 @@ import re
 import signal
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import mlx.core as mx
@@ -16,6 +17,7 @@ import mlx.nn as nn
 from mlx_lm.chat import setup_arg_parser
 from mlx_lm.cli_ui import ChatUI, make_console, print_header_panel
 from mlx_lm.generate import GenerationResponse as MlxGenerationResponse
+from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -25,6 +27,7 @@ from .commands.flags import (
     add_draft_flags,
     add_text_flags,
     check_arguments,
+    check_pipeline,
     grammar_options,
     load_pair,
     read_schema,
@@ -38,6 +41,7 @@ from .system.cli_values import group_flags
 from .system.exit_codes import run_command
 from .system.loading import apply_template
 from .system.marks import Marker
+from .system.ranks import is_first, num_ranks, run_on_ranks, share
 from .system.stop_signals import StopSignals
 
 DEMO = "SmolLM2-135M-Instruct (demo)"
@@ -114,7 +118,8 @@ class Conversation:
             **text_options(self.args, self.tokenizer, self.drafter, seed=None),
             **self.grammar,
         )
-        with self.interrupt:
+        # Under mlx.launch, which passes nothing on after a Ctrl-C, it ends the chat.
+        with self.interrupt if num_ranks() == 1 else nullcontext():
             for response in responses:
                 yield response
                 if self.interrupt.is_asked:
@@ -192,10 +197,8 @@ class PlainUI(UI):
 def converse(ui: UI, conversation: Conversation) -> None:
     """Read questions and answer them until the user exits; an empty line asks nothing."""
     while True:
-        try:
-            question = ui.prompt()
-        except EOFError:
-            question = "/exit"
+        with mx.stream(generation_stream):  # that of the passes, which exchange things as well
+            question = share(read_question(ui) if is_first() else None)
         match question.strip():
             case "":
                 pass
@@ -215,6 +218,14 @@ def converse(ui: UI, conversation: Conversation) -> None:
                 answer(ui, conversation, question)
 
 
+def read_question(ui: UI) -> str:
+    """The user's next line; /exit where there is none."""
+    try:
+        return ui.prompt()
+    except EOFError:
+        return "/exit"
+
+
 def answer(ui: UI, conversation: Conversation, question: str) -> None:
     """Print the answer to a question as it comes; Ctrl-C ends it."""
     mark = Marker.of(sys.stdout, ui.shows_drafts)
@@ -228,8 +239,7 @@ def answer(ui: UI, conversation: Conversation, question: str) -> None:
 def run(args: argparse.Namespace) -> None:
     """Chat as the flags say."""
     check_arguments(args)
-    if args.pipeline:
-        raise ValueError("--pipeline spreads a model over machines: leave it out with a drafter.")
+    check_pipeline(args)
     schema = read_schema(args)
     mx.random.seed(args.seed)
     tokenizer_config = {"trust_remote_code": args.trust_remote_code}
@@ -247,7 +257,7 @@ def run(args: argparse.Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of ``mlx_eagle.chat``."""
     args = build_parser().parse_args(argv)
-    run_command(lambda: run(args))
+    run_on_ranks(lambda: run(args))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from typing import Any
 import mlx.core as mx
 
 from .exit_codes import USER_ERRORS, run_command
+from .stop_signals import STOPPING
 
 BACKENDS = ("[ring]", "[jaccl]", "[mpi]", "[nccl]")
 """How MLX begins a message about an exchange that failed."""
@@ -27,7 +28,6 @@ LOST = (
     "if anything, stands above; start all of them again."
 )
 PATIENCE = 3.0  # seconds: by then mlx.launch has ended a rank whose rank 0 has the same complaint
-TERMINATED = 143  # exit code, as a shell has it: 128 and the number of the signal
 GRACE = 60.0  # seconds for rank 0 to finish what it has begun, for which it needs the others
 WATCH = 1.0  # seconds between looks at whether the launcher is still there
 
@@ -98,7 +98,8 @@ def run_on_ranks(command: Callable[[], None]) -> None:
     threading.Thread(target=_watch_launcher, args=(os.getppid(), ends[0]), daemon=True).start()
     if is_first():
         signal.set_wakeup_fd(ends[1].fileno(), warn_on_full_buffer=False)
-        signal.signal(signal.SIGTERM, _end)
+        for number in STOPPING:
+            signal.signal(number, _end)
         run_command(lambda: _until_lost(command))
     else:
         _follow(command)
@@ -148,8 +149,9 @@ def _watch_launcher(parent: int, signals: socket.socket) -> None:
     """
     while os.getppid() == parent:
         ready, _, _ = select.select([signals], [], [], WATCH)
-        if ready and signal.SIGTERM in signals.recv(64):
-            _end()
+        for number in signals.recv(64) if ready else b"":
+            if number in STOPPING:
+                _end(number)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for number in (1, 2):  # nobody reads them any more
         os.dup2(nowhere, number)
@@ -158,7 +160,8 @@ def _watch_launcher(parent: int, signals: socket.socket) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _end(*received: object) -> None:
-    """Say why, and end at once: an exchange with a rank that is gone may never return."""
-    os.write(2, f"error: {LOST}\n".encode())
-    os._exit(TERMINATED)
+def _end(number: int, frame: object = None) -> None:
+    """Say why, and end at once: whatever else is exchanged now may never return."""
+    was_user = number == signal.SIGINT
+    os.write(2, b"\ninterrupted\n" if was_user else f"error: {LOST}\n".encode())
+    os._exit(128 + number)
