@@ -34,6 +34,8 @@ from documents import (
 from drafter_pairs import tiny_gemma3
 from grids import thorough
 from helpers import PROMPT, byte_tokenizer, speculative, tiny_head, tiny_llama
+from mlx._distributed_utils import config, launch
+from mlx._distributed_utils.common import Hostfile
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from test_package import make
 from test_rooms import arrows
@@ -132,6 +134,23 @@ def check_source(words: list[str]) -> None:
     assert words[1:] == [".venv/bin/activate"], words
 
 
+def check_launch(words: list[str]) -> None:
+    """Flags of MLX's launcher, then a command of ours behind two dashes."""
+    where = words.index("--")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [*words[:where], "--print-python"])
+        launch.main()
+    check_own(words[where + 1 :])
+
+
+def check_hosts(words: list[str]) -> None:
+    """The flags are those that MLX's command lists."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as stop:
+        patch.setattr(sys, "argv", [*words, "--help"])
+        config.main()
+    assert stop.value.code == 0
+
+
 CHECKS: dict[str, Callable[[list[str]], None]] = {
     "make": check_make,
     "python": check_python,
@@ -139,7 +158,16 @@ CHECKS: dict[str, Callable[[list[str]], None]] = {
     "python3.13": check_python,
     "pip": check_pip,
     ".": check_source,
+    "mlx.launch": check_launch,
+    "mlx.distributed_config": check_hosts,
 }
+
+
+def test_the_example_of_hosts_is_one():
+    found = Hostfile.from_file(PAGES / "two-macs.json")
+    assert found.backend == "jaccl" and len(found.hosts) == 2
+    for i, host in enumerate(found.hosts):
+        assert host.rdma[i] is None and len(host.rdma) == len(found.hosts)
 
 
 @every_document

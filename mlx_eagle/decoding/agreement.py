@@ -1,4 +1,4 @@
-"""Agreement of the ranks that share a target on the shape of each round: rank 0 chooses for all."""
+"""Agreement of the ranks that share a target on the shape of each round: rank 0 chooses it."""
 
 from collections.abc import Sequence
 

@@ -105,7 +105,7 @@ def load_demo(
         model = dequantize_model(model)
     model.set_dtype(dtype)
     if num_ranks() > 1:
-        check_heads(vars(model.args))
+        check_heads(vars(model.args), num_ranks())
         model.shard(mx.distributed.init())
     mx.eval(model.parameters())
     drafter = eagle3.load(HEAD, read_config(HEAD), model, LoadOptions(quantize_bits))

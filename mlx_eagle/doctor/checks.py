@@ -175,7 +175,11 @@ def expect(model: str, draft_model: str | None, context: int | None = None) -> l
         built = build(config)
     except (OSError, ValueError) as err:
         return [Finding("model", " ".join(str(err).split()), "problem", "give another --model")]
-    found = [check_size(model, config, built), check_caches(built)]
+    if num_ranks == 1:
+        found = [check_size(model, config, built)]
+    else:
+        found = [check_part(config, built, num_ranks)]
+    found.append(check_caches(built))
     found += check_passes(this_machine(), built)
     found += check_precision(this_machine(), config)
     found += check_vocabulary(folder, built)

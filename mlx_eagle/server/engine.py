@@ -3,8 +3,8 @@
 Prompts are read chunk by chunk, and between two chunks all requests get a round. Requests with
 the same drafting settings are a group, and share their rounds where their caches can.
 
-Under ``mlx.launch`` every rank has this thread, and takes the same steps: rank 0 alone has clients,
-and tells the others in ``Orders`` what they asked for.
+Under ``mlx.launch`` every rank has this thread, and takes the same steps: rank 0 alone has
+clients, and tells the others in ``Orders`` what they asked for.
 """
 
 import gc

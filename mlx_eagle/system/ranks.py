@@ -24,8 +24,8 @@ from .stop_signals import STOPPING
 BACKENDS = ("[ring]", "[jaccl]", "[mpi]", "[nccl]")
 """How MLX begins a message about an exchange that failed."""
 LOST = (
-    "another rank has ended or cannot be reached, or mlx.launch was told to end: what a rank said, "
-    "if anything, stands above; start all of them again."
+    "another rank has ended or cannot be reached, or mlx.launch was told to end: what a rank "
+    "said, if anything, stands above; start all of them again."
 )
 PATIENCE = 3.0  # seconds: by then mlx.launch has ended a rank whose rank 0 has the same complaint
 GRACE = 60.0  # seconds for rank 0 to finish what it has begun, for which it needs the others

@@ -13,7 +13,9 @@ AT_ROOT = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
 DOCUMENTS = [*(ROOT / name for name in AT_ROOT), *sorted(PAGES.glob("*.md"))]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 SCRIPTS, EXTRAS = PROJECT["scripts"], PROJECT["optional-dependencies"]
-OTHERS = ("make", "python", "python3", "python3.13", "pip", ".")
+OTHERS = (
+    "make", "python", "python3", "python3.13", "pip", ".", "mlx.launch", "mlx.distributed_config",
+)  # fmt: skip
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"`([^`]+)`")
