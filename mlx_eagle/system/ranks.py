@@ -22,7 +22,7 @@ from .exit_codes import USER_ERRORS, run_command
 from .stop_signals import STOPPING
 
 BACKENDS = ("[ring]", "[jaccl]", "[mpi]", "[nccl]")
-"""How MLX begins a message about an exchange that failed."""
+"""Beginnings of MLX's messages about an exchange that failed."""
 LOST = (
     "another rank has ended or cannot be reached, or mlx.launch was told to end: what a rank "
     "said, if anything, stands above; start all of them again."

@@ -20,7 +20,6 @@ from helpers import (
     speculative,
     tiny_head,
     tiny_llama,
-    tiny_qwen3,
 )
 from mlx_lm.generate import generation_stream
 from mlx_lm.models import ministral3
@@ -64,10 +63,8 @@ def shard(model):
 
 CASES = {
     "tensor, llama": (tiny_llama, shard),
-    "tensor, qwen3": (tiny_qwen3, shard),
     "tensor, qwen3_moe": (lambda: build("qwen3_moe"), shard),
     "tensor, qwen3_5 with MTP": (tiny_qwen3_5, shard),
-    "pipeline, qwen3": (lambda: build("qwen3_moe"), split),
     "pipeline, ministral3": (tiny_ministral3, split),
     "pipeline, deepseek_v2": (lambda: randomize(build("deepseek_v2"), 4), split),
 }
