@@ -222,7 +222,7 @@ def test_a_second_ctrl_c_in_an_answer_exits(run, monkeypatch, ctrl_c):
 
 MISTAKES = {
     "negative draft": (("--num-draft-tokens", "-1"), "give 0 (plain decoding) or more"),
-    "several machines": (("--pipeline",), "--pipeline spreads a model over machines"),
+    "several machines": (("--pipeline",), "start the command with mlx.launch"),
     "tree": (("--tree", "4x4"), "give WIDTHxDEPTH:NODES"),
     "seed": (("--seed", "-1"), "--seed is -1: give a whole number from 0"),
     "share": (("--top-p", "1.5"), "--top-p is 1.5: give a number from 0 to 1"),
