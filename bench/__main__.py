@@ -21,7 +21,7 @@ from mlx_eagle.draft_models import find_drafter, known_pairs, open_beside, split
 from mlx_eagle.drafters.base import Drafter
 from mlx_eagle.system.atomic_folder import check_writable
 from mlx_eagle.system.device import prepare_device
-from mlx_eagle.system.exit_codes import USER_ERRORS, run_command
+from mlx_eagle.system.exit_codes import USER_ERRORS
 from mlx_eagle.system.loading import context_size, find_target, load
 from mlx_eagle.system.progress import open_bar
 from mlx_eagle.system.ranks import is_first, num_ranks, run_on_ranks

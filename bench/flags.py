@@ -14,6 +14,7 @@ from mlx_eagle.commands.flags import (
     DRAFT_WINDOW,
     DRAFT_WINDOW_HELP,
     DTYPE_HELP,
+    PIPELINE_HELP,
     quantized_bits,
 )
 from mlx_eagle.decoding.setup import AUTO

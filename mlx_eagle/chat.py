@@ -38,7 +38,6 @@ from .decoding.stats import Stats
 from .drafters.base import Drafter
 from .generate import GenerationResponse, stream_generate
 from .system.cli_values import group_flags
-from .system.exit_codes import run_command
 from .system.loading import apply_template
 from .system.marks import Marker
 from .system.ranks import is_first, num_ranks, run_on_ranks, share

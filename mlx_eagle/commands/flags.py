@@ -34,6 +34,7 @@ from ..system.device import DTYPES, prepare_device
 from ..system.fields import suggestion
 from ..system.loading import load
 from ..system.progress import prompt_bar, told_if_long
+from ..system.ranks import num_ranks
 
 SHARE = "a number from 0 to 1"
 DRAFT_WINDOW = Range("draft_window", 1, LARGEST, "the number of slots to keep, 1 or more")
@@ -307,6 +308,7 @@ def load_pair(
                 model_config={"quantize_activations": args.quantize_activations},
                 trust_remote_code=args.trust_remote_code,
                 dtype=args.dtype,
+                pipeline=args.pipeline,
             )
     with told_if_long("Opening the draft model."):
         _, drafter = open_beside(

@@ -32,6 +32,7 @@ from ..system.ranks import is_first, num_ranks, run_on_ranks, share
 from .flags import (
     DRAFTERS,
     GROUPS,
+    PIPELINE_HELP,
     add_draft_flags,
     add_text_flags,
     check_arguments,

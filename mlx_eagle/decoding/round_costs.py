@@ -179,7 +179,7 @@ def costs_of(
 
     def begin() -> RoundCosts:
         curve, doubt = _curves(model, drafter, is_exact)
-        return RoundCosts(curve, is_sharded(model), doubt)
+        return RoundCosts(curve, doubt)
 
     settings = (drafter.cost_key, str(rule), is_exact)
     return _known.get(begin, model, *drafter.modules(), settings=settings)

@@ -29,6 +29,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--draft-model", help="Its draft model: a converted head, auto or lookup.")
     context_help = "Whether a text of so many tokens fits, with --model."
     add("--context", type=int, metavar="TOKENS", help=context_help)
+    ranks_help = "What to expect of --model on so many machines under mlx.launch."
+    add("--ranks", type=int, default=1, metavar="N", help=ranks_help)
     add("--json", action="store_true", help="Print what was found as one JSON document.")
     test_help = "Try everything on this machine, in at most five minutes, and write a report."
     add("--self-test", action="store_true", help=test_help)
@@ -66,9 +68,13 @@ def run(args: argparse.Namespace) -> bool:
         if args.model is None:
             raise ValueError("--context needs --model: name the target that is to hold the text.")
         check_ranges(args, RANGES)
+    if args.ranks < 1 or (args.ranks > 1 and args.model is None):
+        raise ValueError(
+            f"--ranks is {args.ranks}: give the number of machines, and a --model for them."
+        )
     findings = check_all()
     if args.model is not None:
-        findings += expect(args.model, args.draft_model, args.context)
+        findings += expect(args.model, args.draft_model, args.context, args.ranks)
     say(findings, args.json)
     return is_well(findings)
 

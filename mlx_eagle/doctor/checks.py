@@ -42,7 +42,7 @@ from ..system.device import (
     weight_bytes,
 )
 from ..system.hub import INSIDE, REPO_ID, locate
-from ..system.loading import check_target, context_size, read_json
+from ..system.loading import check_heads, check_target, context_size, read_json
 from ..target.cache_size import cache_bytes
 from ..target.rollback import check_supported
 from .packages import Finding, check_packages, read_sysctl
@@ -161,10 +161,13 @@ def check_all() -> list[Finding]:
     ]
 
 
-def expect(model: str, draft_model: str | None, context: int | None = None) -> list[Finding]:
+def expect(
+    model: str, draft_model: str | None, context: int | None = None, num_ranks: int = 1
+) -> list[Finding]:
     """Findings about a target and its draft model, named as for ``--model`` and the like.
 
-    With ``context``, in tokens, also about the memory of such a text. If one of them cannot be
+    With ``context``, in tokens, also about the memory of such a text. On ``num_ranks`` machines
+    each has a part of the target. If one of them cannot be
     found or built, that is a finding too; nothing is raised.
     """
     try:
@@ -240,6 +243,48 @@ def check_size(name: str, config: dict[str, Any], model: nn.Module) -> Finding:
         remedy = "it does not fit into this machine's memory: take a smaller or more packed one"
         return Finding("model", f"{text}, of {usable / GB:.1f} GB", "problem", remedy)
     return Finding("model", text)
+
+
+def check_part(config: dict[str, Any], model: nn.Module, num_ranks: int) -> Finding:
+    """Size of the target on each of several machines, and whether mlx-lm can split it so."""
+    splits = [words for words, can in ways_to_split(config, model, num_ranks).items() if can]
+    outside = weight_bytes(model) - sum(map(weight_bytes, model.layers))
+    part = part_bytes(model, num_ranks, splits == [PIPELINE])
+    text = (
+        f"{part / GB:.1f} GB on each of {num_ranks} machines: {(part - outside) / GB:.1f} GB of "
+        f"the layers, {outside / GB:.1f} GB of embeddings and output matrix, which are whole "
+        "everywhere; a draft model is, too"
+    )
+    if not splits:
+        remedy = "mlx-lm cannot split this target among so many: take another number, or target"
+        return Finding("model", text, "problem", remedy)
+    _, usable = memory(this_machine())
+    if part > usable:
+        remedy = "a part does not fit into a memory like this machine's: take more machines"
+        return Finding("model", f"{text}, of {usable / GB:.1f} GB", "problem", remedy)
+    return Finding("model", f"{text}; split {' or '.join(splits)}")
+
+
+def part_bytes(model: nn.Module, num_ranks: int, is_pipeline: bool) -> float:
+    """Bytes of the largest part: of each layer, or of a pipeline's as many as rank 0 has."""
+    layers = sum(map(weight_bytes, model.layers))
+    num = len(model.layers)
+    share = -(-num // num_ranks) / num if is_pipeline else 1 / num_ranks
+    return weight_bytes(model) - layers + share * layers
+
+
+PIPELINE = "between its layers (--pipeline)"
+
+
+def ways_to_split(config: dict[str, Any], model: nn.Module, num_ranks: int) -> dict[str, bool]:
+    """Ways in words, and whether mlx-lm has them for this target and so many machines."""
+    can_shard = hasattr(model, "shard")
+    try:
+        check_heads(config | (config.get("text_config") or {}), num_ranks)
+    except ValueError:
+        can_shard = False
+    can_pipeline = hasattr(vars(model).get("model") or model.get("model"), "pipeline")
+    return {"within its layers": can_shard, PIPELINE: can_pipeline}
 
 
 def check_context(model: nn.Module, draft_model: str | None, context: int) -> Finding:

@@ -19,6 +19,7 @@ from mlx_lm.server import GenerationContext, Response
 
 from ..decoding.stats import DraftingEvent, Stats
 from ..structured import GrammarError
+from ..system.ranks import is_lost
 
 POLL = 0.5  # seconds between looks at whether the client is still there
 

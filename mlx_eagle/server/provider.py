@@ -120,9 +120,9 @@ class PairProvider(ModelProvider):
             draft_model_path,
             self.model,
             self.tokenizer,
-            quantize_bits=self.cli_args.quantize_draft,
-            draft_window=self.cli_args.draft_window,
-            draft_vocab=self.cli_args.draft_vocab,
+            quantize_bits=args.quantize_draft,
+            draft_window=args.draft_window,
+            draft_vocab=args.draft_vocab,
             target=model_path,
         )
         args.draft_model = name  # of what "auto" stands for

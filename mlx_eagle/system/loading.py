@@ -43,7 +43,7 @@ def load(
     Raises ValueError, in one sentence, for a name that leads nowhere, for a damaged file, and for
     a target that cannot be split so.
     """
-    folder = find_target(path_or_hf_repo)
+    folder = find_target(path_or_hf_repo) if num_ranks() == 1 else None
     try:
         if folder is None:
             model, tokenizer = _load_part(path_or_hf_repo, tokenizer_config, pipeline, **options)
@@ -59,6 +59,73 @@ def load(
     return model, tokenizer
 
 
+def _load_part(
+    name: str,
+    tokenizer_config: dict[str, Any] | None,
+    pipeline: bool,
+    adapter_path: str | None = None,
+    model_config: dict[str, Any] | None = None,
+    trust_remote_code: bool = False,
+) -> tuple[nn.Module, TokenizerWrapper]:
+    """This rank's part of a target; ValueError where mlx-lm cannot split it so.
+
+    Of a pipeline's part only its own files are downloaded.
+    """
+    if adapter_path is not None or any((model_config or {}).values()):
+        raise ValueError(
+            "adapters and quantized activations are for a target on one machine: leave "
+            "--adapter-path and --quantize-activations out, or start without mlx.launch."
+        )
+    folder = locate(name, [p for p in DEFAULT_ALLOW_PATTERNS if "safetensors" not in p] + [INDEX])
+    is_here = Path(name).expanduser().exists()
+    check_target(folder, has_weights=is_here)
+    config = read_json(folder / "config.json")
+    if pipeline and not (folder / INDEX).exists():
+        raise ValueError(
+            f"it has no {INDEX}, which says in which file each layer is: convert it with "
+            "mlx_lm.convert, or leave --pipeline out."
+        )
+    if not pipeline:
+        check_heads(config | (config.get("text_config") or {}), num_ranks())
+    group = mx.distributed.init()
+    try:
+        model, tokenizer, *_ = sharded_load(
+            str(folder) if is_here else name,
+            pipeline_group=group if pipeline else None,
+            tensor_group=None if pipeline else group,
+            tokenizer_config=tokenizer_config,
+            trust_remote_code=trust_remote_code,
+        )
+    except ValueError as err:
+        if "not support" not in str(err):
+            raise
+        how = "between its layers" if pipeline else "within its layers (tensor parallelism)"
+        other = "leave --pipeline out" if pipeline else "try --pipeline"
+        raise ValueError(
+            f"mlx-lm cannot split a {config['model_type']} {how}: {other}, or start it without "
+            "mlx.launch."
+        ) from err
+    return model, tokenizer
+
+
+def check_heads(config: dict[str, Any], num: int) -> None:
+    """Raise ValueError unless ``num`` ranks can have equally many of a target's attention heads.
+
+    Latent attention (MLA) has no heads of keys; those that are fewer than the ranks are some
+    models' own to repeat.
+    """
+    heads = config.get("num_attention_heads") or num
+    keys = num if config.get("kv_lora_rank") else config.get("num_key_value_heads") or heads
+    if heads % num or (keys % num and num % keys):
+        fitting = [str(n) for n in range(2, 17) if heads % n == keys % n == 0]
+        counts = f" with -n {' or '.join(fitting)}," if fitting else ""
+        raise ValueError(
+            f"its {heads} attention heads, of which {keys} have keys of their own, cannot be "
+            f"shared out among {num} ranks: start it{counts} with --pipeline where mlx-lm has it "
+            "for this model, or without mlx.launch."
+        )
+
+
 def find_target(path_or_hf_repo: str) -> Path:
     """The folder of a target, downloaded if need be; ValueError as from ``load``."""
     folder = locate(path_or_hf_repo, DEFAULT_ALLOW_PATTERNS)
@@ -66,8 +133,11 @@ def find_target(path_or_hf_repo: str) -> Path:
     return folder
 
 
-def check_target(folder: Path) -> None:
-    """Raise ValueError, naming the file, where one of a target's files cannot be read."""
+def check_target(folder: Path, has_weights: bool = True) -> None:
+    """Raise ValueError, naming the file, where one of a target's files cannot be read.
+
+    Without ``has_weights`` those are not there yet.
+    """
     if not folder.is_dir():
         raise ValueError(f"{folder} is a file: give the folder of a model.")
     if "model_type" not in read_json(folder / "config.json"):
