@@ -14,6 +14,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import mlx.nn as nn
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
 from mlx_eagle.commands.flags import check_pipeline
 from mlx_eagle.decoding.setup import AUTO
 from mlx_eagle.demo.pair import load_demo
@@ -204,21 +207,27 @@ def load_models(args: argparse.Namespace) -> tuple[Models, dict[str, str]]:
         if value is not None:
             names["head"] += f", draft {what} {value}"
     compared = None
-    if args.compare is not None and num_ranks() > 1:
+    if args.compare is not None:
+        names["compared"] = args.compare[1]
+        compared = load_compared(args, tokenizer)
+    return Models(model, tokenizer, with_short_names(drafters), compared), names
+
+
+def load_compared(args: argparse.Namespace, tokenizer: TokenizerWrapper) -> nn.Module:
+    """Load the draft model of mlx-lm's own method, which ``--compare`` names."""
+    if num_ranks() > 1:
         raise ValueError(
             "--compare measures mlx-lm's own drafting, which is for one machine: leave it out, or "
             "start without mlx.launch."
         )
-    if args.compare is not None:
-        names["compared"] = args.compare[1]
-        compared, other = load(names["compared"], dtype=args.dtype)
-        if other.vocab_size != tokenizer.vocab_size:
-            raise ValueError(
-                f"{names['compared']} has a vocabulary of {other.vocab_size} tokens, the target "
-                f"one of {tokenizer.vocab_size}: mlx-lm's own method needs a draft model with the "
-                "target's tokenizer."
-            )
-    return Models(model, tokenizer, with_short_names(drafters), compared), names
+    compared, other = load(args.compare[1], dtype=args.dtype)
+    if other.vocab_size != tokenizer.vocab_size:
+        raise ValueError(
+            f"{args.compare[1]} has a vocabulary of {other.vocab_size} tokens, the target one of "
+            f"{tokenizer.vocab_size}: mlx-lm's own method needs a draft model with the target's "
+            "tokenizer."
+        )
+    return compared
 
 
 def wanted_names(args: argparse.Namespace) -> list[str | None]:
