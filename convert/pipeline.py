@@ -364,7 +364,7 @@ def save(head: Head, folder: Path, target: TargetFolder | None = None) -> None:
         print(f"warning: {target.name} has no tokenizer files to copy")
 
 
-def _open(source: str, revision: str | None, target: str | None) -> tuple[str, DraftCheckpoint]:
+def open_published(source: str, revision: str | None, target: str | None) -> tuple[str, DraftCheckpoint]:
     """The kind of a checkpoint, and the checkpoint; of a whole model only a drafter's tensors.
 
     Raises ValueError for a kind that is known and not read.
@@ -424,7 +424,7 @@ def convert(
     options = SaveOptions(
         dtype, Quantization(q_bits, q_group_size) if quantize else None, progress
     )
-    kind, checkpoint = _open(str(hf_path), revision, name)
+    kind, checkpoint = open_published(str(hf_path), revision, name)
     model = target if name is None else open_target(str(name))
     if isinstance(draft_vocab, int):
         draft_vocab = Trim(draft_vocab)

@@ -190,6 +190,10 @@ class FeatureDrafter(Drafter):
                 f"{found}: use a head that shares the target's, or no draft model."
             )
 
+    def embed(self, tokens: mx.array) -> mx.array:
+        """Embeddings (..., h) of tokens as the head is given them."""
+        return self._embed(tokens)
+
     def _embedded(self, tokens: mx.array) -> mx.array:
         """Embeddings (m, h) of tokens (m,); embeddings given in their place are returned."""
         return tokens if tokens.ndim == 2 else self._embed(tokens)

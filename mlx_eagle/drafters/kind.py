@@ -98,9 +98,6 @@ class Kind:
     loads_published: bool = False
     """Whether ``load`` takes checkpoints as published."""
 
-    is_trained: bool = False
-    """Whether ``mlx_eagle.train`` can train one further."""
-
     made_for: Callable[[dict[str, Any], Path, TargetSizes | None], str] = lambda *_: (
         "for any target"
     )

@@ -56,7 +56,6 @@ KINDS: dict[str, Kind] = {
         "an EAGLE head",
         eagle3.load,
         eagle3.recognise,
-        is_trained=True,
         made_for=Eagle3Config.made_for,
     ),
     "lookup": Kind(

@@ -15,12 +15,9 @@ from ..generate import stream_generate
 from ..system.progress import open_bar
 from ..system.stop_signals import StopSignals
 from .batches import make_batch
-from .chunks import eval_in_chunks
 from .data import Example
+from .recipe import Recipe
 from .settings import TrainSettings
-from .student import Student
-from .teacher import Teacher
-from .unroll import unroll
 
 UNKNOWN = -1  # in place of a token after the end of a text: no draft equals it
 
@@ -59,15 +56,14 @@ def rounds_of(hits: np.ndarray, num_drafts: int) -> int:
     return rounds
 
 
-def evaluate(
-    student: Student, teacher: Teacher, examples: Sequence[Example], batch_size: int, depth: int
-) -> Evaluation:
-    """Evaluate a head on these texts, ``batch_size`` at once, with drafts of up to ``depth``."""
+def evaluate(recipe: Recipe, examples: Sequence[Example], batch_size: int) -> Evaluation:
+    """Evaluate a drafter on these texts, ``batch_size`` at once."""
+    depth = recipe.depth
     # Texts of similar length are in one batch.
     texts = sorted(examples, key=lambda example: len(example.tokens))
     hits: list[np.ndarray] = []
     for start in range(0, len(texts), batch_size):
-        hits += _hits(student, teacher, texts[start : start + batch_size], depth)
+        hits += _hits(recipe, texts[start : start + batch_size])
     depths = range(1, depth + 1)
     # A slot near the end has no token that its later drafts could be compared with.
     shares = [
@@ -81,17 +77,16 @@ def evaluate(
     return Evaluation(match, tuple(lengths), num_slots, len(hits))
 
 
-def _hits(
-    student: Student, teacher: Teacher, examples: Sequence[Example], depth: int
-) -> list[np.ndarray]:
+def _hits(recipe: Recipe, examples: Sequence[Example]) -> list[np.ndarray]:
     """Compare drafts with each text: (D, S), whose first slot drafts the answer's second token."""
+    depth = recipe.depth
     batch = make_batch(examples, range(len(examples)))
     length = batch.tokens.shape[1]
     spans = [(max(0, x.num_prompt - 1), len(x.tokens) - 2) for x in examples]
     begin = min(first for first, _ in spans)
     places = [np.arange(*span) - begin + i * (length - begin) for i, span in enumerate(spans)]
     rows = mx.array(np.concatenate(places))
-    drafts = _drafts(student, teacher, batch.tokens, rows, depth, begin)
+    drafts = recipe.drafts(batch.tokens, rows, begin)
     texts = np.pad(batch.tokens, [(0, 0), (0, depth + 2)], constant_values=UNKNOWN)
     for i, example in enumerate(examples):
         texts[i, len(example.tokens) :] = UNKNOWN
@@ -103,27 +98,6 @@ def _hits(
         hits.append(own == np.stack(truth))
         start += last - first
     return hits
-
-
-def _drafts(
-    student: Student, teacher: Teacher, tokens: np.ndarray, rows: mx.array, depth: int, begin: int
-) -> np.ndarray:
-    """Draft greedily from slots of tokens (B, T): target ids (D, K) for each depth.
-
-    ``rows`` (K,) are the slots, numbered row by row among those from ``begin`` on.
-    """
-    head = student.head
-    features = teacher.features(tokens)
-    embeddings = student.embed(mx.array(tokens))
-    drafts = []
-    for states in unroll(head, embeddings, features, depth, first=begin):
-        picked = states.reshape(-1, states.shape[-1])[rows]
-        chosen = eval_in_chunks(
-            lambda x: mx.argmax(head.logits(x), axis=-1), picked, len(student.ids)
-        )
-        drafts.append(student.ids[chosen])
-        mx.eval(drafts[-1], states)
-    return np.array(mx.stack(drafts))
 
 
 @dataclass(frozen=True)
@@ -145,19 +119,19 @@ def generate_held_out(
     tokenizer: TokenizerWrapper,
     examples: Sequence[Example],
     settings: TrainSettings,
+    depth: int,
     stop: StopSignals,
 ) -> Generated | None:
     """Let the head in ``folder`` draft for its target on prompts of these examples.
 
     These are the first ``test_prompts`` different ones; each is answered once for every draft
-    length. Returns None if there are no prompts, as in plain text, or if ``stop`` asks to end.
+    length up to ``depth``. Returns None if there are no prompts, as in plain text, or if ``stop`` asks to end.
     """
     found = (x.tokens[: x.num_prompt] for x in examples if x.num_prompt)
     prompts = list(dict.fromkeys(found))[: settings.test_prompts]
     if not prompts:
         return None
     drafter = load_drafter(folder, model)
-    depth = settings.ttt_steps
     lengths = []
     with open_bar(depth * len(prompts), "Generating", "answer") as bar:
         for size in range(1, depth + 1):

@@ -36,7 +36,11 @@ def make_card(name: str, facts: Mapping[str, Any]) -> str:
             f"Decoding {generated['num_answers']} held-out prompts greedily, up to "
             f"{generated['max_tokens']} tokens each:"
         )
-        sections += [title, _by_depth({"mean acceptance length": generated["lengths"]})]
+        rows = {"mean acceptance length": generated["lengths"]}
+        before = facts.get("generated_before")
+        if before:
+            rows = {"mean acceptance length before": before["lengths"]} | rows
+        sections += [title, _by_depth(rows)]
     title = f"A draft head {WHAT_IT_IS.format(made='trained')}"
     return card(name, title, shown, [*sections, f"```\n{USAGE}\n```"])
 

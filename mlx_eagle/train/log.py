@@ -117,6 +117,16 @@ class TrainingLog:
             f"acceptance length for k = 1 ... {len(found.lengths)}: {lengths}"
         )
 
+    def compared(self, before: Generated, after: Generated) -> None:
+        """Say what the given and the trained drafter reach, and what to do if it is no more."""
+        pairs = zip(before.lengths, after.lengths, strict=True)
+        changes = [f"{old:.2f} -> {new:.2f}" for old, new in pairs]
+        shown = ", ".join(f"k = {k}: {change}" for k, change in enumerate(changes, start=1))
+        way_on = ""
+        if after.lengths[-1] <= before.lengths[-1]:
+            way_on = " It did not rise: try a smaller --learning-rate, or more texts."
+        self.say(f"Mean acceptance length (tau) before and after, at {shown}.{way_on}")
+
     def _write(self, **values: float) -> None:
         if self._quiet:
             return

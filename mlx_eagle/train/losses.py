@@ -92,6 +92,17 @@ def step_losses(
     return mx.stack(losses)
 
 
+def step_losses_of(
+    head: Eagle3Head,
+    embeddings: mx.array,
+    features: mx.array,
+    targets: tuple[mx.array, ...],
+    settings: LossSettings,
+) -> mx.array:
+    """Compute ``step_losses`` of targets whose fields are those of a ``TargetBatch``."""
+    return step_losses(head, embeddings, features, TargetBatch(*targets), settings)
+
+
 @mx.custom_function
 def cross_entropies(logits: mx.array, target: mx.array) -> tuple[mx.array, mx.array]:
     """Compare logits (..., Vd) with probabilities (..., Vd).

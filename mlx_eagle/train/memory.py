@@ -1,11 +1,12 @@
 """Memory of a run: its needs, whether they fit the machine, and a limit that holds it to them."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
@@ -57,6 +58,9 @@ class Sizes:
     num_texts: int
     length: int
     num_counted: int
+
+
+NeedsOf = Callable[[Student, float, Sizes, LossSettings, bool], dict[str, float]]
 
 
 def needs_of(
@@ -117,12 +121,69 @@ def _activations(config: Eagle3Config, item: int, sizes: Sizes, losses: LossSett
     return losses.num_steps * slots * item * kept + max(again, attention, compared)
 
 
+def needs_of_drafter(
+    student: Student,
+    target_bytes: float,
+    sizes: Sizes,
+    losses: LossSettings,
+    is_summed: bool,
+    blocks: int = 0,
+    block_size: int = 0,
+) -> dict[str, float]:
+    """Estimate the bytes that training takes at its peak, by part, for other kinds of drafters.
+
+    A chain has a row for each slot and step; with ``blocks`` of a text, a row for each slot of
+    each block. All matrices of the head, and those of its attention, keep inputs and outputs.
+    """
+    item = student.dtype.size
+    head = student.head
+    trained = dict(tree_flatten(head.trainable_parameters())).values()
+    num = student.num_parameters
+    slots = sizes.num_texts * sizes.length
+    rows = sizes.num_texts * blocks * block_size or slots * losses.num_steps
+    columns = sizes.length + block_size if blocks else sizes.length * losses.num_steps
+    width = student.embed(mx.array([0])).shape[-1]
+    matrices = [
+        module.weight.shape
+        for name, module in head.named_modules()
+        if isinstance(module, nn.Linear | nn.QuantizedLinear) and "layers." in name
+    ]
+    layer = sum(out + inner for out, inner in matrices) + 8 * width * len(head.layers)
+    names = ("num_heads", "num_attention_heads", "n_heads")
+    found = [getattr(m, name, 0) for _, m in head.named_modules() for name in names]
+    num_heads = max((x for x in found if isinstance(x, int)), default=1)
+    scores = ATTENDED * num_heads * FULL * rows / (1 if blocks else losses.num_steps) * columns
+    if blocks:
+        scores = min(ATTENDED * CHUNK_BYTES, scores)
+    logits = FULL * sizes.num_counted * len(student.ids) * losses.num_steps
+    if blocks:
+        logits = FULL * rows * len(student.ids)
+    compared = COMPARED * min(CHUNK_BYTES, logits)
+    kept = rows * item * (3 * width if losses.checkpoint else layer)
+    again = rows * item * layer / (len(head.layers) if blocks else losses.num_steps)
+    copies = (item * num if item < FULL else 0) + (item * num if is_summed else 0)
+    peak = max(again if losses.checkpoint else 0, scores, compared)
+    taps = width * (len(student.taps) + 2)
+    return {
+        "target": target_bytes,
+        "weights": float(weight_bytes(head)),
+        "their moments": 2 * FULL * num,
+        "gradients": (FULL if is_summed else item) * num,
+        "batch": slots * item * taps,
+        "activations": copies + max(kept + peak, 4 * FULL * max(w.size for w in trained)),
+    }
+
+
 def fitting(
-    settings: TrainSettings, student: Student, target_bytes: float, examples: Examples
+    settings: TrainSettings,
+    student: Student,
+    target_bytes: float,
+    examples: Examples,
+    estimate: NeedsOf = needs_of,
 ) -> tuple[TrainSettings, Needs]:
     """Turn gradient checkpointing on if it is needed; return the settings and their needs.
 
-    Raises ValueError, with flags that would fit, if the memory is too small.
+    ``estimate`` is that of the student's kind. Raises ValueError, with flags that would fit, if the memory is too small.
     """
     longest = max(len(x.tokens) for x in examples.train)
     answer = max(x.num_answer for x in examples.train)
@@ -133,7 +194,7 @@ def fitting(
         num = max(1, batch // ranks)
         sizes = Sizes(num, padded_length(length), num * min(answer, length))
         losses = replace(settings.losses(), checkpoint=checkpoint)
-        found = needs_of(student, target_bytes, sizes, losses, parts > 1)
+        found = estimate(student, target_bytes, sizes, losses, parts > 1)
         return Needs(found, usable, checkpoint)
 
     batch = settings.batch_size

@@ -14,7 +14,8 @@ from mlx.optimizers import AdamW
 from mlx.utils import tree_flatten, tree_unflatten
 
 from .compiled import is_compiled
-from .losses import TargetBatch, step_losses
+from .losses import step_losses_of
+from .recipe import Recipe
 from .settings import LossSettings
 from .student import Student
 
@@ -51,9 +52,13 @@ class TrainStep:
         settings: LossSettings,
         max_grad_norm: float,
         weight_decay: float = 0.0,
+        recipe: Recipe | None = None,
     ):
+        """``recipe`` knows the losses, if they are not those of an EAGLE head."""
         self._student = student
         self._settings = settings
+        self._losses = step_losses_of if recipe is None else recipe.losses
+        self._weights = settings.weights if recipe is None else recipe.weights
         self._max_norm = max_grad_norm
         self._optimizer = AdamW(
             learning_rate=0.0, betas=list(BETAS), weight_decay=weight_decay, bias_correction=True
@@ -84,7 +89,7 @@ class TrainStep:
         self,
         tokens: mx.array,
         features: mx.array,
-        targets: TargetBatch,
+        targets: tuple[Any, ...],
         rate: float | None,
         parts: int,
     ) -> tuple[mx.array, mx.array]:
@@ -108,7 +113,7 @@ class TrainStep:
         return losses, self._learn(gradients, rate, parts)
 
     def gradients(
-        self, tokens: mx.array, features: mx.array, targets: TargetBatch
+        self, tokens: mx.array, features: mx.array, targets: tuple[Any, ...]
     ) -> tuple[mx.array, Arrays]:
         """Return the losses per step (num_steps,) and the gradients of their weighted sum.
 
@@ -117,7 +122,7 @@ class TrainStep:
         inputs = (self._student.embed(tokens), features, *targets)
         run: Any = self._run
         if is_compiled():
-            run = self._compiled(tuple(array.shape for array in inputs))
+            run = self._compiled(tuple(x.shape for _, x in tree_flatten(list(inputs))))
         dtype = self._student.dtype
         weights = {name: weight.astype(dtype) for name, weight in self.weights.items()}
         (_, losses), gradients = run(weights, inputs)
@@ -125,12 +130,12 @@ class TrainStep:
         self.show()
         return losses, gradients
 
-    def _loss(self, weights: Arrays, inputs: tuple[mx.array, ...]) -> tuple[mx.array, mx.array]:
+    def _loss(self, weights: Arrays, inputs: tuple[Any, ...]) -> tuple[mx.array, mx.array]:
         head = self._student.head
         head.update(tree_unflatten(list(weights.items())))
         embeddings, features, *targets = inputs
-        losses = step_losses(head, embeddings, features, TargetBatch(*targets), self._settings)
-        return (losses * self._settings.weights).sum(), losses
+        losses = self._losses(head, embeddings, features, tuple(targets), self._settings)
+        return (losses * self._weights).sum(), losses
 
     def _learn(self, gradients: Arrays, rate: float, parts: int) -> mx.array:
         """Make a step of the gradients of ``parts`` batches; return their norm (), not clipped.

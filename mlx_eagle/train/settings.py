@@ -8,7 +8,7 @@ import mlx.core as mx
 from ..system.cli_values import LARGEST, Range, check_ranges, flag_of, layer_numbers
 from ..system.device import DTYPES
 
-LOSSES = ("ce", "lk-alpha", "lk-lambda")
+LOSSES = ("ce", "kl", "lk-alpha", "lk-lambda")
 TEMPERATURES = (0.0, 0.6, 1.0)
 CACHE_BITS = 8  # with fewer, other weights are learnt
 
@@ -19,8 +19,8 @@ class LossSettings:
 
     ``kind``: "ce", soft cross-entropy; "lk-alpha", minus the mean log of the acceptance rate;
     "lk-lambda", cross-entropy and one minus the acceptance rate, mixed by ``kl_scale`` *
-    exp(-``kl_decay`` * acceptance rate). ``checkpoint``: activations are computed again for the
-    gradients.
+    exp(-``kl_decay`` * acceptance rate); "kl", the divergence from the target's distribution.
+    ``checkpoint``: activations are computed again for the gradients.
     """
 
     num_steps: int = 7
@@ -98,8 +98,20 @@ class TrainSettings:
         free=True,
     )
     init: str | None = setting(
-        None, "Begin with this head, in any form that mlx_eagle.convert reads, or converted."
+        None,
+        "Begin with this drafter, in any form that mlx_eagle.convert reads, or converted; mtp: the "
+        "target's own layers; auto: the drafter that is known for the target, or for the model "
+        "that it was made from.",
     )
+    kind: str | None = setting(
+        None, "Kind of a fresh drafter (default: eagle3); with --init it follows from the drafter."
+    )
+    fine_tune_type: str = setting(
+        "full", "full: all weights are trained; lora: small matrices beside them.",
+        choices=("full", "lora"),
+    )
+    lora_rank: int = setting(16, "Rank of the matrices of lora.", least=1)
+    lora_scale: float = setting(1.0, "Factor of what the matrices of lora add.")
     adapter_path: str | None = setting(None, "Adapters of the target, as mlx_lm.lora writes them.")
     trust_remote_code: bool = setting(False, "Let the target bring code of its own.")
     dtype: str | None = setting(
@@ -109,12 +121,16 @@ class TrainSettings:
         choices=DTYPES,
     )
     mask_prompt: bool = setting(True, "Learn from answers only (the default).")
-    iters: int = setting(1000, "Batches to train for.", least=1, free=True)
+    iters: int = setting(1000, "Batches to train for.", least=0, free=True)
     batch_size: int = setting(8, "Sequences per batch, of all machines together.", least=1)
-    learning_rate: float = setting(1e-4, "Peak of the learning rate.")
-    warmup: float = setting(0.015, "Share of all steps in which the learning rate rises.")
+    learning_rate: float | None = setting(None, "Peak of the learning rate (default: by kind).")
+    warmup: float | None = setting(
+        None, "Share of all steps in which the learning rate rises (default: by kind)."
+    )
     weight_decay: float = setting(0.0, "Weight decay of AdamW.")
-    max_grad_norm: float = setting(0.5, "Gradients are clipped to this norm.")
+    max_grad_norm: float | None = setting(
+        None, "Gradients are clipped to this norm (default: by kind)."
+    )
     max_seq_length: int = setting(2048, "Longer sequences are cut.", least=8)
     grad_checkpoint: bool | None = setting(
         None,
@@ -123,14 +139,56 @@ class TrainSettings:
         free=True,
     )
     grad_accumulation_steps: int = setting(1, "Batches per step of the optimizer.", least=1)
-    ttt_steps: int = setting(
-        7, "Steps of the training-time test: how many drafts in a row are trained."
+    ttt_steps: int | None = setting(
+        None,
+        "Steps of the training-time test: how many drafts in a row are trained (default: by "
+        "kind).",
     )
-    step_decay: float = setting(
-        0.8, "Step j of the training-time test weighs this to the power of j."
+    step_decay: float | None = setting(
+        None,
+        "Step j of the training-time test weighs this to the power of j (default: by kind).",
     )
-    loss: str = setting(
-        "ce", "ce: soft cross-entropy; lk-alpha, lk-lambda: acceptance losses.", choices=LOSSES
+    loss: str | None = setting(
+        None,
+        "ce: cross-entropy; kl: divergence from the target; lk-alpha, lk-lambda: acceptance "
+        "losses (default: by kind).",
+        choices=LOSSES,
+    )
+    labels: str | None = setting(
+        None,
+        "Tokens that ce compares with: the text's, or the target's choices (default: by kind).",
+        choices=("text", "argmax"),
+    )
+    mtp_attention: str | None = setting(
+        None,
+        "Slots that a step of MTP layers sees: as when decoding, or those of its own step, as "
+        "other trainers have it (default decoded).",
+        choices=("decoded", "step"),
+    )
+    anchors: int | None = setting(
+        None, "Blocks of a text, drawn anew each epoch (default 128).", least=1
+    )
+    block_size: int | None = setting(
+        None, "Slots of a fresh drafter's block (default 16).", least=2
+    )
+    mask_token_id: int | None = setting(
+        None,
+        "Token of the masked slots of a fresh drafter of blocks (default: the last that the "
+        "tokenizer does not know).",
+        least=0,
+    )
+    position_weights: str | None = setting(
+        None,
+        "Weights by position in a block: dpace, by how likely it is to be reached; decay, by "
+        "exp(-k / gamma) (default dpace).",
+        choices=("dpace", "decay"),
+    )
+    gamma: float | None = setting(None, "Positions in which decay falls by e (default: by block).")
+    loss_divisor: str | None = setting(
+        None,
+        "Divisor of a block's losses: the sum of weights, the number of rows, or of texts "
+        "(default rows; with decay, weights).",
+        choices=("weights", "rows", "texts"),
     )
     kl_scale: float = setting(1.0, "lk-lambda: share of cross-entropy where nothing is accepted.")
     kl_decay: float = setting(1.0, "lk-lambda: how fast that share falls with acceptance.")
@@ -198,12 +256,14 @@ class TrainSettings:
         ranges = [
             Range(x.name, x.metadata["least"], LARGEST, f"{x.metadata['least']} or more")
             for x in fields(self)
-            if "least" in x.metadata
+            if "least" in x.metadata and getattr(self, x.name) is not None
         ]
         check_ranges(self, ranges)
-        if not self.learning_rate > 0:
+        if self.learning_rate is not None and not self.learning_rate > 0:
             raise ValueError(f"--learning-rate is {self.learning_rate}: give more than 0.")
-        if not 0 <= self.warmup < 1:
+        if self.gamma is not None and not self.gamma > 0:
+            raise ValueError(f"--gamma is {self.gamma}: give more than 0.")
+        if self.warmup is not None and not 0 <= self.warmup < 1:
             raise ValueError(f"--warmup is {self.warmup}: give a share of all steps, below 1.")
         if self.cache_bits not in (None, CACHE_BITS):
             raise ValueError(
@@ -216,10 +276,10 @@ class TrainSettings:
         self.answers()
 
     def losses(self) -> LossSettings:
+        by_kind = {"num_steps": self.ttt_steps, "decay": self.step_decay, "kind": self.loss}
+        given: dict[str, Any] = {k: v for k, v in by_kind.items() if v is not None}
         return LossSettings(
-            num_steps=self.ttt_steps,
-            decay=self.step_decay,
-            kind=self.loss,
+            **given,
             kl_scale=self.kl_scale,
             kl_decay=self.kl_decay,
             checkpoint=bool(self.grad_checkpoint),

@@ -31,12 +31,12 @@ FROZEN = "embed_tokens"  # an embedding of the head's own, which is not trained
 class Student:
     """A head in float32, with the parts that it takes from its target.
 
-    ``embed`` maps tokens (...,) to (..., h); ``taps`` are the target's layers whose inputs it
+    ``head`` is an ``Eagle3Head``, or the module of another kind of drafter. ``embed`` maps tokens (...,) to (..., h); ``taps`` are the target's layers whose inputs it
     reads; ``ids`` (Vd,) int32 are the target ids of the tokens that it can draft; ``dtype``, the
     target's, is the type that it computes in.
     """
 
-    head: Eagle3Head
+    head: Any
     embed: Callable[[mx.array], mx.array]
     taps: tuple[int, ...]
     ids: mx.array
@@ -123,6 +123,15 @@ def _fresh_config(
     )
 
 
+def converted_folder(source: str, scratch: Path, target: str | None) -> Path:
+    """Return the converted form of a head, made in the folder ``scratch`` if it is not yet."""
+    folder = Path(source).expanduser()
+    if not is_converted(folder):
+        folder = scratch / "head"
+        convert(source, str(folder), quantize=False, target=target)
+    return folder
+
+
 def student_from(source: str, model: nn.Module, target: str | None) -> Student:
     """Take the head in ``source``, converted already or in any form that the converter reads.
 
@@ -131,16 +140,7 @@ def student_from(source: str, model: nn.Module, target: str | None) -> Student:
     than llama layers drafting step by step.
     """
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(source).expanduser()
-        if not is_converted(folder):
-            folder = Path(scratch) / "head"
-            convert(source, str(folder), quantize=False, target=target)
-        kind, _ = kind_of(folder)
-        if not kind.is_trained:
-            raise ValueError(
-                f"{source} is {kind.title}, and only EAGLE heads are trained here: start from "
-                "one, or from none."
-            )
+        folder = converted_folder(source, Path(scratch), target)
         attached = load_head(folder, model, dtype=mx.float32)
     head = attached.head
     embedding, _ = find_embedding(model)

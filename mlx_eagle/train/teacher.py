@@ -4,7 +4,7 @@ Its lessons are kept for the batch only, or in a folder for several epochs.
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -100,13 +100,11 @@ class Lesson:
 def output_of(model: nn.Module, target: Target, ids: mx.array) -> tuple[Any, Any]:
     """Return the final norm, and a function from its states (K, h) to logits (K, Vd) of ``ids``.
 
-    The function takes the rows ``ids`` of the output matrix, and caps logits as Gemma does. If
-    that gives other logits than the model itself, which may have a scale or adapters of its own,
-    the norm is None, and the logits themselves stand for the states.
+    If there is no such function, the norm is None, and the logits themselves stand for the
+    states.
     """
     tokens = mx.arange(PROBED)[None]
     logits, _, states = target.logits_at(tokens, mx.arange(PROBED))
-    said = mx.take(logits, ids, axis=1).astype(mx.float32)
     if states is None:
         return None, nn.Identity()
     try:
@@ -120,12 +118,12 @@ def output_of(model: nn.Module, target: Target, ids: mx.array) -> tuple[Any, Any
         return capped(project(states), cap)
 
     def difference(cap: float | None) -> float:
-        found = mx.abs(output(cap, norm(states)).astype(mx.float32) - said).max()
+        found = mx.abs(output(cap, states).astype(mx.float32) - said).max()
         return float((found / mx.abs(said).max()).item())
 
     best = min({None, *caps}, key=difference)
     is_alike = difference(best) <= (ALIKE if logits.dtype == mx.float32 else ALIKE_IN_HALF)
-    return (norm, partial(output, best)) if is_alike else (None, nn.Identity())
+    return partial(output, best) if is_alike else None
 
 
 class Teacher:
@@ -299,6 +297,46 @@ class Teacher:
             if features is None:
                 raise ValueError("the head taps no layer of the target, so it cannot be taught.")
             yield places, logits[: len(places)], states, features
+
+
+class StateTeacher:
+    """A frozen target that tells taps and final states of every position.
+
+    ``ids`` (Vd,) are the tokens that can be drafted, None for all. ``output`` maps states
+    (K, h) to the target's logits (K, Vd) of these.
+    """
+
+    def __init__(self, model: nn.Module, taps: tuple[int, ...], ids: mx.array | None = None):
+        """Raises ValueError if there is more to the target's output than a product."""
+        self._target = Target(model, (*taps, len(model.layers) + 1))
+        rows = mx.arange(PROBED)
+        logits, features, _ = self._target.logits_at(rows[None], rows)
+        assert features is not None
+        width = features.shape[-1] // (len(taps) + 1)
+        output = output_from(model, features[0, :, -width:], logits, ids)
+        if output is None:
+            raise ValueError(
+                "the output of this target is more than a product with a matrix, and only EAGLE "
+                "heads are trained for such a one: leave out --init, or name an EAGLE head."
+            )
+        self.output = output
+
+    def features(self, tokens: np.ndarray) -> mx.array:
+        """Compute the taps and the final state of each token (B, T), side by side: (B, T, F)."""
+        parts = []
+        at_once = max(1, ROWS_AT_ONCE // tokens.shape[1])
+        for start in range(0, len(tokens), at_once):
+            some = mx.array(tokens[start : start + at_once])
+            # No logits are computed, for nothing asks for their values.
+            _, features, _ = self._target.logits_at(some, mx.array([0], mx.int32))
+            assert features is not None
+            mx.eval(features)
+            parts.append(features)
+        return mx.concatenate(parts)
+
+    def choices(self, states: mx.array, num_drafted: int) -> mx.array:
+        """Return the likeliest of the tokens that can be drafted, by number, after states."""
+        return eval_in_chunks(lambda x: mx.argmax(self.output(x), axis=-1), states, num_drafted)
 
 
 def cache_name(

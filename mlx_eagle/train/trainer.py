@@ -1,6 +1,7 @@
 """Training loop: batch after batch, from the first one to a finished head."""
 
 import math
+import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import closing
@@ -23,10 +24,10 @@ from .evaluation import Evaluation, Generated, evaluate, generate_held_out
 from .head_card import make_card
 from .log import TrainingLog, duration
 from .optimizer import TrainStep, learning_rate
+from .recipe import Recipe
 from .resume import Checkpoints, load_checkpoint
 from .settings import TrainSettings
-from .student import Student, head_files, write_head
-from .teacher import Teacher
+from .student import write_head
 
 FACTS = {"iteration": int, "trained_tokens": int, "settings": dict, "data": str}
 """Facts in a checkpoint besides its arrays, by their types."""
@@ -39,7 +40,7 @@ class TrainReport:
 
     ``evaluation`` is the last one, None if no sequences were held out; ``losses`` are those of
     the last batch, by step; ``generated`` is the finished head's acceptance when decoding, None
-    if nothing was generated.
+    if nothing was generated, and ``before`` that of the drafter which the run began with.
     """
 
     output: Path
@@ -48,6 +49,7 @@ class TrainReport:
     evaluation: Evaluation | None
     losses: tuple[float, ...] = ()
     generated: Generated | None = None
+    before: Generated | None = None
 
 
 @dataclass
@@ -55,8 +57,7 @@ class Trainer:
     """State of a run, and the loop; ``needs`` is a sentence about the memory that it takes."""
 
     settings: TrainSettings
-    student: Student
-    teacher: Teacher
+    recipe: Recipe
     model: nn.Module
     tokenizer: TokenizerWrapper
     examples: Examples
@@ -73,8 +74,14 @@ class Trainer:
             )
         lengths = [len(example.tokens) for example in self.examples.train]
         self._order = BatchOrder(lengths, settings.batch_size, settings.seed)
+        assert settings.max_grad_norm is not None
+        self.student = self.recipe.student
         self._step = TrainStep(
-            self.student, settings.losses(), settings.max_grad_norm, settings.weight_decay
+            self.student,
+            settings.losses(),
+            settings.max_grad_norm,
+            settings.weight_decay,
+            self.recipe,
         )
         self._covered = coverage(self.examples.train, self.student.ids)
         self._output = Path(settings.output).expanduser()
@@ -84,6 +91,7 @@ class Trainer:
         self._recent: list[np.ndarray] = []  # losses since the last report
         self._evaluation: Evaluation | None = None
         self._generated: Generated | None = None
+        self._before: Generated | None = None  # of the drafter that the run began with
 
     def describe(self) -> None:
         """Print what is trained on what."""
@@ -124,7 +132,7 @@ class Trainer:
         is_quiet = self._world.rank() > 0
         with self.checkpoints.explaining(self._output):
             log = TrainingLog(
-                self._output, settings.ttt_steps, settings.iters, self._iteration, is_quiet
+                self._output, self.recipe.num_columns, settings.iters, self._iteration, is_quiet
             )
             with closing(log):
                 losses = self._train(stop, log)
@@ -140,6 +148,7 @@ class Trainer:
             self._evaluation,
             tuple(losses),
             self._generated,
+            self._before,
         )
 
     def _train(self, stop: StopSignals, log: TrainingLog) -> list[float]:
@@ -181,10 +190,10 @@ class Trainer:
         parts = settings.grad_accumulation_steps
         numbers = self._order.batch(number)
         batch = make_batch(self.examples.train, numbers, self._world.rank(), self._world.size())
-        features, targets = self.teacher.teach(
-            batch, settings.ttt_steps, num_ranks=self._world.size()
-        )
+        epoch = number // self._order.num_batches
+        features, targets = self.recipe.teach(batch, epoch, self._world.size())
         targets = targets._replace(counts=self._mean(targets.counts))
+        assert settings.learning_rate is not None and settings.warmup is not None
         rate = learning_rate(
             number // parts,
             max(1, settings.iters // parts),
@@ -250,15 +259,13 @@ class Trainer:
             texts = texts[: settings.val_batches * settings.batch_size]
         # All ranks have the same weights and texts: one of them evaluates, and the others wait.
         if texts and self._world.rank() == 0:
-            self._evaluation = evaluate(
-                self.student, self.teacher, texts, settings.batch_size, settings.ttt_steps
-            )
+            self._evaluation = evaluate(self.recipe, texts, settings.batch_size)
             log.evaluation(self._iteration, self._evaluation)
 
     def _save(self, log: TrainingLog) -> None:
         if self._world.rank():
             return
-        config, weights = head_files(self.student, self._notes())
+        config, weights = self.recipe.files(self._notes())
         self.checkpoints.save(
             self._iteration,
             # Nothing random is left to keep: the order of the data follows from the seed and the
@@ -293,6 +300,8 @@ class Trainer:
             "learning_rate": settings.learning_rate,
             "evaluation": None if self._evaluation is None else asdict(self._evaluation),
             "generated": None if self._generated is None else asdict(self._generated),
+            "generated_before": None if self._before is None else asdict(self._before),
+            "kind": settings.kind,
         }
         return {"source": {"path": "mlx_eagle.train", "files": {}}, "training": facts}
 
@@ -303,17 +312,28 @@ class Trainer:
         if settings.quantize:
             quantization = Quantization(settings.q_bits, settings.q_group_size)
         dtype = self.student.dtype
-        config, weights = head_files(self.student, self._notes(), dtype, quantization)
+        config, weights = self.recipe.files(self._notes(), dtype, quantization)
         open_target(settings.model).copy_tokenizer(self._output)
         write_head(self._output, config, weights)
-        self._generated = generate_held_out(
-            self._output, self.model, self.tokenizer, self.examples.valid, settings, stop
-        )
+        if there := self.recipe.write_published(self._output):
+            log.say(f"In the layout that it came in, it is in {there}.")
+        self._generated = self._generate(self._output, stop)
         if self._generated is not None:
             log.generated(self._generated)
+            with tempfile.TemporaryDirectory() as scratch:
+                before = self.recipe.given_folder(Path(scratch))
+                self._before = self._generate(before, stop) if before else None
+            if self._before is not None:
+                log.compared(self._before, self._generated)
             write_head(self._output, config | self._notes())
         card = make_card(self._output.name, self._notes()["training"])
         (self._output / "README.md").write_text(card, encoding="utf-8")
+
+
+    def _generate(self, folder: Path, stop: StopSignals) -> Generated | None:
+        """Let the drafter in that folder draft for held-out prompts."""
+        given = (folder, self.model, self.tokenizer, self.examples.valid)
+        return generate_held_out(*given, self.settings, self.recipe.depth, stop)
 
 
 def _speed(pace: Sequence[tuple[int, float]]) -> float:

@@ -83,7 +83,8 @@ def rows_of(target, text: list[int], window: int):
     for layer, own in zip(target.layers, cache, strict=False):
         parts = [part[..., : len(text), :] for part in (own.keys, own.values)]
         if isinstance(own, RotatingKVCache):
-            assert own.keys.shape[2] == len(text)  # from empty, nothing is cut yet
+            # From empty, nothing is cut yet.
+            assert own.keys.shape[2] == len(text) or len(text) == 1
             parts = [part[..., -window:, :] for part in parts]
         rows[layer.layer_type] = parts
     assert len(cache) == args.num_hidden_layers - args.num_kv_shared_layers
@@ -125,12 +126,17 @@ def gelu(x: mx.array) -> mx.array:
     return 0.5 * x * (1 + mx.tanh((2 / mx.pi) ** 0.5 * (x + 0.044715 * x**3)))
 
 
-def twin_logits(drafter: AssistantDrafter, target, text: list[int], size: int) -> mx.array:
-    """Logits (size, V) of a draft behind ``text``, each from the likeliest token before."""
+def twin_logits(
+    drafter: AssistantDrafter, target, text: list[int], size: int, forced: list[int] = ()
+) -> mx.array:
+    """Logits (size, V) of a draft behind ``text``, each from the likeliest token before.
+
+    ``forced`` are the first tokens of the draft, whatever is likeliest.
+    """
     head, c = drafter.head, drafter.head.config
     rows, states = rows_of(target, text[:-1], target.args.sliding_window)
     token, state, found = text[-1], states[-1], []
-    for _ in range(size):
+    for step in range(size):
         embedding = target.model.embed_tokens.weight[token] * target.args.hidden_size**0.5
         x = mx.concatenate([embedding, state]) @ head.pre_projection.weight.T
         for layer, kind in zip(head.layers, c.layer_types, strict=True):
@@ -150,7 +156,8 @@ def twin_logits(drafter: AssistantDrafter, target, text: list[int], size: int) -
                 inside[head._clusters[cluster]] = 1.0
             logits = mx.where(inside > 0, logits, -mx.inf)
         found.append(logits)
-        token, state = mx.argmax(logits).item(), x @ head.post_projection.weight.T
+        state = x @ head.post_projection.weight.T
+        token = forced[step] if step < len(forced) else mx.argmax(logits).item()
     return mx.stack(found)
 
 

@@ -89,3 +89,14 @@ def small_files(num_bytes: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, most))
+
+
+def write_model(folder: Path, model: Any, config: dict[str, Any]) -> Path:
+    """Write a target of any architecture, with the tokenizer of bytes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_model(folder, model)
+    (folder / "config.json").write_text(json.dumps(config))
+    tokenizer = byte_tokenizer()._tokenizer
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder

@@ -459,12 +459,12 @@ def test_a_folder_that_is_not_there_costs_one_sentence(target, tmp_path, capsys,
 
 
 def test_another_kind_of_drafter_is_not_taken_further(target, data, tmp_path):
-    config = {"model_type": "dflash", "kind": "dflash"}
+    config = {"model_type": "llama", "kind": "model"}
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="is a DFlash head, and only EAGLE heads are trained"):
-        run = {k: v for k, v in QUICK.items() if k != "draft_vocab_size"}
-        train(str(target), str(data), str(tmp_path / "x"), init=str(tmp_path / "other"), **run)
+    with pytest.raises(ValueError, match="is a draft model, and only eagle3, .* are trained"):
+        train(str(target), str(data), str(tmp_path / "head"), init=str(tmp_path / "other"))
+    assert not (tmp_path / "head").exists()
 
 
 def test_taps_fit_a_shallow_target(data, tmp_path):

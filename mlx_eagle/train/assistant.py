@@ -1,0 +1,117 @@
+"""Training of Gemma 4 assistants, which read keys and values of the target.
+
+A chain stands at one position, and sees the target's rows before it, in every step.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.models.cache import KVCache
+
+from ..drafters.assistant import FULL, SLIDING, Assistant, sources, text_of
+from .chains import ChainRecipe, ChainTargets, known_tokens
+from .chunks import Arrays, with_weights
+from .given import Given
+from .settings import LossSettings, TrainSettings
+from .student import Student
+from .teacher import ROWS_AT_ONCE, StateTeacher
+
+FROZEN = ("embed_tokens.", "centroids.", "layer_scalar")
+"""Tables that clusters of tokens are made of, and what Transformers has as a buffer."""
+
+
+def is_trained(head: nn.Module, model: nn.Module, given: Given, name: str) -> bool:
+    """Return whether a parameter is trained: tables and scalars of layers are not."""
+    return not any(part in name for part in FROZEN)
+
+
+class AssistantRecipe(ChainRecipe):
+    """An assistant: its own table gives the logits, the target's rows the keys and values."""
+
+    def __init__(
+        self, settings: TrainSettings, student: Student, model: nn.Module, given: Given
+    ):
+        super().__init__(settings, student, model, given, StateTeacher(model, ()))
+        self._text = text_of(model)
+        self._sources = sources(student.head.config, self._text)
+        self._window = self._text.args.sliding_window
+
+    def output_parts(self) -> tuple[str, ...]:
+        return ()
+
+    def logits(self, head: Assistant, states: mx.array) -> mx.array:
+        """Return logits of all tokens, because the choice of clusters has no gradient."""
+        return head.embed_tokens.as_linear(states)
+
+    def choose(self, head: Assistant, states: mx.array) -> mx.array:
+        logits = self.logits(head, states)
+        clusters = head._clusters
+        if clusters is not None:
+            best = head.config.centroid_top_k
+            found = mx.argpartition(-head.centroids(states), best - 1, axis=-1)[:, :best]
+            shape = (len(states), head.config.num_centroids)
+            is_open = mx.put_along_axis(mx.zeros(shape), found, mx.array(1.0), axis=1)
+            numbers = mx.arange(clusters.shape[0])[:, None]
+            of_token = mx.zeros((clusters.size,), mx.int32)
+            of_token[clusters.reshape(-1)] = mx.broadcast_to(numbers, clusters.shape).reshape(-1)
+            logits = mx.where(mx.take(is_open, of_token, axis=1) > 0, logits, -mx.inf)
+        return mx.argmax(logits, axis=-1)
+
+    def context(self, tokens: np.ndarray, targets: ChainTargets) -> tuple[mx.array, ChainTargets]:
+        """Run the target with caches that keep every row, also of sliding layers."""
+        args = self._text.args
+        num_owning = args.num_hidden_layers - args.num_kv_shared_layers
+        kinds = sorted(set(self.student.head.config.layer_types))
+        parts: list[list[mx.array]] = []
+        at_once = max(1, ROWS_AT_ONCE // tokens.shape[1])
+        for start in range(0, len(tokens), at_once):
+            cache = [KVCache() for _ in range(num_owning)]
+            states = self._text.model(mx.array(tokens[start : start + at_once]), cache=cache)
+            made = [states]
+            for kind in kinds:
+                own = cache[self._sources[kind]]
+                made += [part[..., : own.offset, :] for part in (own.keys, own.values)]
+            mx.eval(made)
+            parts.append(made)
+        states, *rows = (mx.concatenate(list(part)) for part in zip(*parts, strict=True))
+        return states, targets._replace(keys=tuple(rows[::2]), values=tuple(rows[1::2]))
+
+    def steps(
+        self,
+        head: Any,
+        embeddings: mx.array,
+        features: mx.array,
+        targets: ChainTargets,
+        settings: LossSettings,
+        first: int,
+    ) -> Iterator[mx.array]:
+        kinds = sorted(set(head.config.layer_types))
+        slots = mx.arange(first, embeddings.shape[1])[:, None]
+        columns = mx.arange(embeddings.shape[1])
+        seen = columns <= slots  # slot i stands at i + 1, and sees the rows before that
+        masks = {FULL: seen, SLIDING: seen & (columns > slots - self._window)}
+        offset = first + (1 if head.config.position == "next" else 0)
+        flat = [*targets.keys, *targets.values]
+
+        def run(_: int, rows: Arrays) -> Arrays:
+            known, states, *given = rows
+            pairs = zip(given[: len(kinds)], given[len(kinds) :], strict=True)
+            shared = dict(zip(kinds, pairs, strict=True))
+            x = head.pre_projection(mx.concatenate([known, states], axis=-1))
+            for layer, kind in zip(head.layers, head.config.layer_types, strict=True):
+                x, _, _ = layer(x, masks[kind], shared_kv=shared[kind], offset=offset)
+            x = head.norm(x)
+            return [x, head.post_projection(x)]
+
+        states = features[:, first:]
+        parts = list(head.trainable_parameters())
+        for step in range(self.depth):
+            given = [known_tokens(embeddings, step, first), states, *flat]
+            if settings.checkpoint:
+                x, states = with_weights(head, parts, run, given, len(states), again=True)
+            else:
+                x, states = run(0, given)
+            yield x

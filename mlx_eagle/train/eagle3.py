@@ -1,0 +1,130 @@
+"""Training of EAGLE heads by a training-time test; see ``losses.py`` and ``unroll.py``."""
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from ..convert.quantize import Quantization
+from ..drafters.target_parts import find_embedding
+from .batches import TokenBatch
+from .chunks import eval_in_chunks
+from .data import Examples
+from .draft_vocabulary import narrowed, resized_vocabulary, widened
+from .losses import TargetBatch, step_losses_of
+from .memory import amount
+from .recipe import HeadFiles, Recipe
+from .settings import CACHE_BITS, LossSettings, TrainSettings
+from .student import Student, converted_folder, fresh_student, head_files, student_from
+from .teacher import Teacher, cache_name
+from .unroll import unroll
+
+DEFAULT_VOCABULARY = 32000  # tokens, as in published heads
+
+
+class Eagle3Recipe(Recipe):
+    """An EAGLE head and its teacher."""
+
+    def __init__(self, settings: TrainSettings, student: Student, teacher: Teacher):
+        super().__init__(settings, student)
+        self.teacher = teacher
+        self.depth = settings.losses().num_steps
+        self.weights = settings.losses().weights
+
+    def teach(
+        self, batch: TokenBatch, epoch: int, num_ranks: int = 1
+    ) -> tuple[mx.array, TargetBatch]:
+        return self.teacher.teach(batch, self.depth, num_ranks)
+
+    def losses(
+        self,
+        head: nn.Module,
+        embeddings: mx.array,
+        features: mx.array,
+        targets: tuple[Any, ...],
+        settings: LossSettings,
+    ) -> mx.array:
+        return step_losses_of(head, embeddings, features, targets, settings)
+
+    def drafts(self, tokens: np.ndarray, rows: mx.array, begin: int) -> np.ndarray:
+        student = self.student
+        head = student.head
+        features = self.teacher.features(tokens)
+        embeddings = student.embed(mx.array(tokens))
+        drafts = []
+        for states in unroll(head, embeddings, features, self.depth, first=begin):
+            picked = states.reshape(-1, states.shape[-1])[rows]
+            chosen = eval_in_chunks(
+                lambda x: mx.argmax(head.logits(x), axis=-1), picked, len(student.ids)
+            )
+            drafts.append(student.ids[chosen])
+            mx.eval(drafts[-1], states)
+        return np.array(mx.stack(drafts))
+
+    def files(
+        self,
+        notes: Mapping[str, Any],
+        dtype: mx.Dtype | None = None,
+        quantization: Quantization | None = None,
+    ) -> HeadFiles:
+        return head_files(self.student, notes, dtype, quantization)
+
+    def given_folder(self, scratch: Path) -> Path | None:
+        init = self.settings.init
+        return None if init is None else converted_folder(init, scratch, self.settings.model)
+
+
+def make_student(
+    settings: TrainSettings, model: nn.Module, config: dict[str, Any], examples: Examples
+) -> Student:
+    """Make a fresh head, or take that of --init, with the draft vocabulary that is asked for."""
+    _, vocab_size = find_embedding(model)
+    if settings.init is None:
+        size = settings.draft_vocab_size or min(DEFAULT_VOCABULARY, vocab_size)
+        none = np.array([], np.int32)
+        ids = resized_vocabulary(examples.train, none, size, vocab_size)
+        return fresh_student(model, config, ids, settings)
+    given = [settings.aux_layers, settings.intermediate_size]
+    if any(value is not None for value in given) or settings.num_layers != 1:
+        raise ValueError(
+            "--init keeps the shape of the head it names: leave out --aux-layers, "
+            "--num-layers and --intermediate-size."
+        )
+    student = student_from(settings.init, model, settings.model)
+    ids = np.array(student.ids)
+    size = settings.draft_vocab_size
+    if size is None or size == len(ids):
+        return student
+    resize = widened if size > len(ids) else narrowed
+    return resize(student, model, resized_vocabulary(examples.train, ids, size, vocab_size))
+
+
+def make_recipe(
+    settings: TrainSettings, model: nn.Module, student: Student, examples: Examples
+) -> Eagle3Recipe:
+    """Make the teacher, with its cache if one is asked for and there is room for it."""
+    losses = settings.losses()
+    teacher = Teacher(model, student.taps, student.ids, needs_sums=losses.kind != "ce")
+    recipe = Eagle3Recipe(settings, student, teacher)
+    if settings.cache_features is None:
+        return recipe
+    bits = settings.cache_bits
+    name = cache_name(examples, model, student.taps, student.ids, losses.kind, bits)
+    cache = Path(settings.cache_features).expanduser() / name
+    cache.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(cache).free
+    needed = teacher.cache_bytes(examples.train, student, bits)
+    taken = f"{cache} takes up to {amount(needed)}, and {amount(free)} are free"
+    if needed > free and not any(cache.iterdir()):
+        way_on = "leave out --cache-features"
+        if teacher.cache_bytes(examples.train, student, CACHE_BITS) <= free:
+            way_on = f"give --cache-bits {CACHE_BITS}, or {way_on}"
+        raise ValueError(f"{taken}: {way_on}.")
+    if mx.distributed.init().rank() == 0:
+        print(f"{taken}.")
+    teacher.keep_in(cache, bits)
+    return recipe

@@ -1,0 +1,186 @@
+"""Table of the kinds of drafters that are trained: a file and a row each."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.utils import dequantize_model
+
+from ..drafters.kinds import KINDS
+from ..drafters.mtp import FLOAT32
+from ..drafters.target_parts import activation_dtype, find_embedding
+from ..system.cli_values import flag_of
+from . import assistant, eagle3, mtp
+from .data import Examples
+from .given import Given, converted
+from .lora import add_lora, train_only
+from .memory import NeedsOf, needs_of, needs_of_drafter
+from .recipe import Recipe
+from .settings import TrainSettings
+from .student import Student
+
+LORA_RATE = 2e-4  # learning rate of lora, whatever the kind
+
+
+@dataclass(frozen=True)
+class TrainedKind:
+    """A kind that is trained.
+
+    ``recipe`` makes its recipe of settings, student, model and the drafter that it begins with.
+    ``is_trained`` picks parameters by name. ``defaults`` are of settings that are None, ``flags``
+    the settings that only some kinds have and this one does, ``losses`` those it can be given.
+    Without both functions, it is an EAGLE head.
+    """
+
+    recipe: Callable[[TrainSettings, Student, nn.Module, Given], Recipe] | None = None
+    is_trained: Callable[[nn.Module, nn.Module, Given, str], bool] | None = None
+    defaults: dict[str, Any] = field(default_factory=dict)
+    flags: tuple[str, ...] = ()
+    losses: tuple[str, ...] = ()
+    needs: NeedsOf = needs_of_drafter
+
+
+CHAINS = ("ttt_steps", "step_decay", "labels", "fine_tune_type", "lora_rank", "lora_scale")
+TRAINED: dict[str, TrainedKind] = {
+    "eagle3": TrainedKind(
+        defaults={
+            "learning_rate": 1e-4,
+            "warmup": 0.015,
+            "max_grad_norm": 0.5,
+            "ttt_steps": 7,
+            "step_decay": 0.8,
+            "loss": "ce",
+        },
+        flags=(
+            "ttt_steps", "step_decay", "kl_scale", "kl_decay", "num_layers", "draft_vocab_size",
+            "aux_layers", "intermediate_size", "cache_features", "cache_bits",
+        ),  # fmt: skip
+        losses=("ce", "lk-alpha", "lk-lambda"),
+        needs=needs_of,
+    ),
+    "mtp": TrainedKind(
+        mtp.MTPRecipe,
+        mtp.is_trained,
+        defaults={
+            "learning_rate": 5e-5,
+            "warmup": 0.05,
+            "max_grad_norm": 0.5,
+            "ttt_steps": 3,
+            "step_decay": 0.6,
+            "loss": "kl",
+            "labels": "text",
+            "mtp_attention": "decoded",
+        },
+        flags=(*CHAINS, "mtp_attention"),
+        losses=("kl", "ce"),
+    ),
+    "assistant": TrainedKind(
+        assistant.AssistantRecipe,
+        assistant.is_trained,
+        defaults={
+            "learning_rate": 1e-4,
+            "warmup": 0.015,
+            "max_grad_norm": 0.5,
+            "ttt_steps": 4,
+            "step_decay": 0.8,
+            "loss": "kl",
+            "labels": "argmax",
+        },
+        flags=CHAINS,
+        losses=("kl", "ce"),
+    ),
+}
+"""Kinds by their names in converted folders."""
+
+BY_KIND = tuple(dict.fromkeys(name for row in TRAINED.values() for name in row.flags))
+"""Settings that not every kind has."""
+
+
+def check_kind(name: str, source: str | None) -> None:
+    """Raise ValueError if drafters of that kind are not trained, or not made anew."""
+    title = KINDS[name].title if name in KINDS else f"a {name} drafter"
+    if name not in TRAINED:
+        known = " and ".join([", ".join(list(TRAINED)[:-1]), list(TRAINED)[-1]])
+        what = f"{source} is {title}" if source else f"--kind is {name}"
+        raise ValueError(f"{what}, and only {known} are trained here: name another drafter.")
+    if source is None and TRAINED[name].recipe is not None:
+        raise ValueError(
+            f"no fresh {title.split(' ', 1)[1]} is trained here, for it comes with its model: "
+            "name the one to begin with by --init."
+        )
+
+
+def filled(settings: TrainSettings, kind: str) -> TrainSettings:
+    """Give settings the defaults of a kind; ValueError for flags that it does not have."""
+    row = TRAINED[kind]
+    plain = {each.name: each.default for each in fields(TrainSettings)}
+    for name in BY_KIND:
+        if name not in row.flags and getattr(settings, name) != plain[name]:
+            raise ValueError(
+                f"{flag_of(name)} is not for {KINDS[kind].title}: leave it out."
+            )
+    if settings.loss is not None and settings.loss not in row.losses:
+        raise ValueError(
+            f"--loss is {settings.loss}, and {KINDS[kind].title} is trained with one of "
+            f"{', '.join(row.losses)}: give one of these."
+        )
+    defaults = dict(row.defaults)
+    if settings.fine_tune_type == "lora":
+        defaults["learning_rate"] = LORA_RATE
+    missing = {k: v for k, v in defaults.items() if getattr(settings, k) is None}
+    return replace(settings, kind=kind, **missing)
+
+
+def student_of(settings: TrainSettings, given: Given, model: nn.Module) -> Student:
+    """Take the drafter that a run begins with, with the parameters that it trains in float32."""
+    row = TRAINED[given.kind]
+    assert row.is_trained is not None
+    drafter = given.load(model, mx.float32)
+    head = drafter.head
+    is_lora = settings.fine_tune_type == "lora"
+    if not is_lora:
+        dequantize_model(head)
+    names = {name for name, _ in tree_flatten(head.parameters())}
+    wanted = {name for name in names if row.is_trained(head, model, given, name)}
+    train_only(head, wanted.__contains__)
+    if is_lora:
+        matrices = {name for name in wanted if name.split(".")[0] not in ("norm", "embed_tokens")}
+        add_lora(head, matrices.__contains__, settings.lora_rank, settings.lora_scale)
+    dtype = activation_dtype(find_embedding(model)[0])
+    trained = {name for name, _ in tree_flatten(head.trainable_parameters())}
+    frozen = [
+        (name, array.astype(dtype))
+        for name, array in tree_flatten(head.parameters())
+        if name not in trained and array.dtype == mx.float32 and not name.endswith(FLOAT32)
+    ]
+    head.load_weights(frozen, strict=False)
+    mx.eval(head.parameters())
+    ids = drafter.to_target
+    _, vocab_size = find_embedding(model)
+    drafted = mx.arange(vocab_size, dtype=mx.int32) if ids is None else ids
+    return Student(head, drafter.embed, drafter.taps, drafted, dtype)
+
+
+def begin(
+    settings: TrainSettings,
+    given: Given | None,
+    model: nn.Module,
+    config: dict[str, Any],
+    examples: Examples,
+) -> tuple[Student, Callable[[TrainSettings], Recipe]]:
+    """Make the student, and a function that makes its recipe once the settings are final."""
+    assert settings.kind is not None
+    row = TRAINED[settings.kind]
+    if row.recipe is None:
+        student = eagle3.make_student(settings, model, config, examples)
+        return student, lambda final: eagle3.make_recipe(final, model, student, examples)
+    assert given is not None
+    make = row.recipe
+    made = converted(given, settings.model)
+    student = student_of(settings, made, model)
+    return student, lambda final: make(final, student, model, made)
+
+
