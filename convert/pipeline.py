@@ -364,7 +364,9 @@ def save(head: Head, folder: Path, target: TargetFolder | None = None) -> None:
         print(f"warning: {target.name} has no tokenizer files to copy")
 
 
-def open_published(source: str, revision: str | None, target: str | None) -> tuple[str, DraftCheckpoint]:
+def open_published(
+    source: str, revision: str | None, target: str | None
+) -> tuple[str, DraftCheckpoint]:
     """The kind of a checkpoint, and the checkpoint; of a whole model only a drafter's tensors.
 
     Raises ValueError for a kind that is known and not read.

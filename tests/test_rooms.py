@@ -164,6 +164,8 @@ SHARED_FILES = {
     "__init__.py", "__main__.py",  # Python's own names
     "flags.py",  # of the command of each package
     "generate.py",  # the public functions, a command, and what batches run
+    # Kinds of drafters, in drafters/, and how each is trained, in train/.
+    "kinds.py", "assistant.py", "dflash.py", "eagle3.py", "mtp.py",
 }  # fmt: skip
 
 

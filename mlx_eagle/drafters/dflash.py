@@ -60,7 +60,18 @@ def visible(
         start: int | mx.array = base
     else:
         start = base[:, None, None, None]
-    columns = mx.arange(num_columns)
+    return seen_by(start, num_rows, mx.arange(num_columns), config, layer)
+
+
+def seen_by(
+    start: int | mx.array, num_rows: int, columns: mx.array, config: BlockConfig, layer: int
+) -> mx.array:
+    """Columns that the rows of a block see, which begins at position ``start`` (see ``visible``).
+
+    ``columns`` (S,) or (..., S) are positions; the context's end where the block begins.
+    """
+    is_causal = layer in config.causal_layers
+    window = config.window(layer)
     rows = start + mx.arange(num_rows)[:, None]
     seen = columns <= (rows if is_causal else start + num_rows - 1)
     if window is None:

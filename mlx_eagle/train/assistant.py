@@ -31,9 +31,7 @@ def is_trained(head: nn.Module, model: nn.Module, given: Given, name: str) -> bo
 class AssistantRecipe(ChainRecipe):
     """An assistant: its own table gives the logits, the target's rows the keys and values."""
 
-    def __init__(
-        self, settings: TrainSettings, student: Student, model: nn.Module, given: Given
-    ):
+    def __init__(self, settings: TrainSettings, student: Student, model: nn.Module, given: Given):
         super().__init__(settings, student, model, given, StateTeacher(model, ()))
         self._text = text_of(model)
         self._sources = sources(student.head.config, self._text)

@@ -88,8 +88,8 @@ def make_student(
         none = np.array([], np.int32)
         ids = resized_vocabulary(examples.train, none, size, vocab_size)
         return fresh_student(model, config, ids, settings)
-    given = [settings.aux_layers, settings.intermediate_size]
-    if any(value is not None for value in given) or settings.num_layers != 1:
+    given = [settings.aux_layers, settings.intermediate_size, settings.num_layers]
+    if any(value is not None for value in given):
         raise ValueError(
             "--init keeps the shape of the head it names: leave out --aux-layers, "
             "--num-layers and --intermediate-size."

@@ -125,7 +125,8 @@ def generate_held_out(
     """Let the head in ``folder`` draft for its target on prompts of these examples.
 
     These are the first ``test_prompts`` different ones; each is answered once for every draft
-    length up to ``depth``. Returns None if there are no prompts, as in plain text, or if ``stop`` asks to end.
+    length up to ``depth``. Returns None if there are no prompts, as in plain text, or if ``stop``
+    asks to end.
     """
     found = (x.tokens[: x.num_prompt] for x in examples if x.num_prompt)
     prompts = list(dict.fromkeys(found))[: settings.test_prompts]

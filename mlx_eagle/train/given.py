@@ -3,7 +3,7 @@
 import json
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,7 @@ def known_drafter(target: str, kinds: Mapping[str, Any]) -> str:
 class Given:
     """A drafter to begin with: its kind, its converted ``folder``, and how it was published.
 
-    ``published`` is None if it came converted.
+    ``published`` is None if it came converted. ``scratch`` keeps folders that were made for it.
     """
 
     source: str
@@ -73,9 +73,9 @@ class Given:
     def load(self, model: nn.Module, dtype: mx.Dtype | None) -> FeatureDrafter:
         """Load it for ``model``, computing in ``dtype``."""
         kind, config = kind_of(self.folder)
-        drafter = kind.load(self.folder, config, model, LoadOptions(dtype=dtype))
-        assert isinstance(drafter, FeatureDrafter)
-        return drafter
+        drafter: Any = kind.load(self.folder, config, model, LoadOptions(dtype=dtype))
+        found: FeatureDrafter = drafter
+        return found
 
     def arrays(self) -> tuple[dict[str, Any], dict[str, mx.array]]:
         """Return the config and the arrays of the converted folder."""
@@ -119,7 +119,7 @@ def converted(given: Given, target: str) -> Given:
     scratch = tempfile.TemporaryDirectory(prefix="mlx-eagle-")
     folder = Path(scratch.name) / "drafter"
     convert(given.published.source, str(folder), quantize=False, target=target)
-    return Given(given.source, given.kind, folder, given.published, scratch)
+    return replace(given, folder=folder, scratch=(given.scratch, scratch))
 
 
 def same_tensors(checkpoint: DraftCheckpoint, kind: str) -> dict[str, str]:
@@ -134,9 +134,7 @@ def same_tensors(checkpoint: DraftCheckpoint, kind: str) -> dict[str, str]:
 class GivenRecipe(Recipe):
     """A recipe of drafters that are given, and written again in the forms that they came in."""
 
-    def __init__(
-        self, settings: TrainSettings, student: Student, model: nn.Module, given: Given
-    ):
+    def __init__(self, settings: TrainSettings, student: Student, model: nn.Module, given: Given):
         super().__init__(settings, student)
         self.model = model
         self.given = given

@@ -1,21 +1,26 @@
 """Table of the kinds of drafters that are trained: a file and a row each."""
 
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import dequantize_model
 
 from ..drafters.kinds import KINDS
 from ..drafters.mtp import FLOAT32
+from ..drafters.pairs import drafters_for
 from ..drafters.target_parts import activation_dtype, find_embedding
 from ..system.cli_values import flag_of
-from . import assistant, eagle3, mtp
+from . import assistant, dflash, eagle3, mtp
 from .data import Examples
-from .given import Given, converted
+from .given import Given, converted, open_given
 from .lora import add_lora, train_only
 from .memory import NeedsOf, needs_of, needs_of_drafter
 from .recipe import Recipe
@@ -27,12 +32,13 @@ LORA_RATE = 2e-4  # learning rate of lora, whatever the kind
 
 @dataclass(frozen=True)
 class TrainedKind:
-    """A kind that is trained.
+    """A kind that is trained; without a ``recipe``, an EAGLE head.
 
     ``recipe`` makes its recipe of settings, student, model and the drafter that it begins with.
     ``is_trained`` picks parameters by name. ``defaults`` are of settings that are None, ``flags``
     the settings that only some kinds have and this one does, ``losses`` those it can be given.
-    Without both functions, it is an EAGLE head.
+    ``write_fresh`` writes a new drafter into a folder, as it would be published; ``fresh_rate``
+    is the learning rate for it.
     """
 
     recipe: Callable[[TrainSettings, Student, nn.Module, Given], Recipe] | None = None
@@ -41,9 +47,14 @@ class TrainedKind:
     flags: tuple[str, ...] = ()
     losses: tuple[str, ...] = ()
     needs: NeedsOf = needs_of_drafter
+    write_fresh: Callable[..., None] | None = None
+    fresh_rate: float | None = None
 
 
-CHAINS = ("ttt_steps", "step_decay", "labels", "fine_tune_type", "lora_rank", "lora_scale")
+LORA = ("fine_tune_type", "lora_rank", "lora_scale")
+EAGLE = ("draft_vocab_size", "aux_layers", "intermediate_size", "cache_features", "cache_bits")
+SHAPE = ("block_size", "mask_token_id", "num_layers", "intermediate_size")
+CHAINS = ("ttt_steps", "step_decay", "labels", *LORA)
 TRAINED: dict[str, TrainedKind] = {
     "eagle3": TrainedKind(
         defaults={
@@ -54,10 +65,7 @@ TRAINED: dict[str, TrainedKind] = {
             "step_decay": 0.8,
             "loss": "ce",
         },
-        flags=(
-            "ttt_steps", "step_decay", "kl_scale", "kl_decay", "num_layers", "draft_vocab_size",
-            "aux_layers", "intermediate_size", "cache_features", "cache_bits",
-        ),  # fmt: skip
+        flags=(*EAGLE, "ttt_steps", "step_decay", "kl_scale", "kl_decay", "num_layers"),
         losses=("ce", "lk-alpha", "lk-lambda"),
         needs=needs_of,
     ),
@@ -92,6 +100,24 @@ TRAINED: dict[str, TrainedKind] = {
         flags=CHAINS,
         losses=("kl", "ce"),
     ),
+    "dflash": TrainedKind(
+        dflash.BlockRecipe,
+        dflash.is_trained,
+        defaults={
+            "learning_rate": 5e-5,
+            "warmup": 0.04,
+            "max_grad_norm": 1.0,
+            "loss": "ce",
+            "labels": "argmax",
+            "anchors": 128,
+            "position_weights": "dpace",
+            "loss_divisor": "rows",
+        },
+        flags=("labels", "anchors", "position_weights", "gamma", "loss_divisor", *SHAPE, *LORA),
+        losses=("ce",),
+        write_fresh=dflash.write_fresh,
+        fresh_rate=6e-4,
+    ),
 }
 """Kinds by their names in converted folders."""
 
@@ -106,7 +132,8 @@ def check_kind(name: str, source: str | None) -> None:
         known = " and ".join([", ".join(list(TRAINED)[:-1]), list(TRAINED)[-1]])
         what = f"{source} is {title}" if source else f"--kind is {name}"
         raise ValueError(f"{what}, and only {known} are trained here: name another drafter.")
-    if source is None and TRAINED[name].recipe is not None:
+    row = TRAINED[name]
+    if source is None and row.recipe is not None and row.write_fresh is None:
         raise ValueError(
             f"no fresh {title.split(' ', 1)[1]} is trained here, for it comes with its model: "
             "name the one to begin with by --init."
@@ -119,17 +146,26 @@ def filled(settings: TrainSettings, kind: str) -> TrainSettings:
     plain = {each.name: each.default for each in fields(TrainSettings)}
     for name in BY_KIND:
         if name not in row.flags and getattr(settings, name) != plain[name]:
-            raise ValueError(
-                f"{flag_of(name)} is not for {KINDS[kind].title}: leave it out."
-            )
+            raise ValueError(f"{flag_of(name)} is not for {KINDS[kind].title}: leave it out.")
+    if settings.init is not None and row.recipe is not None:
+        for name in SHAPE:
+            if getattr(settings, name) != plain[name]:
+                raise ValueError(
+                    f"{flag_of(name)} is of fresh drafters, and --init keeps the shape of the one "
+                    "it names: leave it out."
+                )
     if settings.loss is not None and settings.loss not in row.losses:
         raise ValueError(
             f"--loss is {settings.loss}, and {KINDS[kind].title} is trained with one of "
             f"{', '.join(row.losses)}: give one of these."
         )
     defaults = dict(row.defaults)
+    if settings.init is None and row.fresh_rate is not None:
+        defaults["learning_rate"] = row.fresh_rate
     if settings.fine_tune_type == "lora":
         defaults["learning_rate"] = LORA_RATE
+    if settings.position_weights == "decay":
+        defaults["loss_divisor"] = "weights"
     missing = {k: v for k, v in defaults.items() if getattr(settings, k) is None}
     return replace(settings, kind=kind, **missing)
 
@@ -164,11 +200,43 @@ def student_of(settings: TrainSettings, given: Given, model: nn.Module) -> Stude
     return Student(head, drafter.embed, drafter.taps, drafted, dtype)
 
 
+def needs_for(settings: TrainSettings, student: Student) -> NeedsOf:
+    """Return the estimate of what training this student takes."""
+    needs = TRAINED[str(settings.kind)].needs
+    if settings.anchors is None:
+        return needs
+    blocks = {"blocks": settings.anchors, "block_size": student.head.config.block_size}
+    return partial(needs_of_drafter, **blocks)
+
+
+def fresh(settings: TrainSettings, write: Callable[..., None], *about: Any) -> Given:
+    """Make a new drafter in a folder of its own; ``about`` its target is what ``write`` takes."""
+    scratch = tempfile.TemporaryDirectory(prefix="mlx-eagle-")
+    folder = Path(scratch.name) / "fresh"
+    write(folder, settings, *about)
+    found = open_given(str(folder), settings.model)
+    return replace(found, scratch=scratch)
+
+
+def warn_of_few(settings: TrainSettings, examples: Examples) -> None:
+    """Say that a fresh drafter of blocks needs more answers, and where there are others."""
+    num = sum(example.num_answer for example in examples.train)
+    if num < dflash.ENOUGH and mx.distributed.init().rank() == 0:
+        name, published = drafters_for([settings.model])
+        known = f", such as {' or '.join(published[:3])} for {name}" if published else ""
+        print(
+            f"Warning: {num} tokens of answers are few for a fresh drafter of blocks, which wants "
+            f"{dflash.ENOUGH / 1e6:.0f} million and more: begin with a published one by --init"
+            f"{known}."
+        )
+
+
 def begin(
     settings: TrainSettings,
     given: Given | None,
     model: nn.Module,
     config: dict[str, Any],
+    tokenizer: TokenizerWrapper,
     examples: Examples,
 ) -> tuple[Student, Callable[[TrainSettings], Recipe]]:
     """Make the student, and a function that makes its recipe once the settings are final."""
@@ -177,10 +245,14 @@ def begin(
     if row.recipe is None:
         student = eagle3.make_student(settings, model, config, examples)
         return student, lambda final: eagle3.make_recipe(final, model, student, examples)
-    assert given is not None
     make = row.recipe
-    made = converted(given, settings.model)
+    if given is None:
+        assert row.write_fresh is not None
+        made = converted(
+            fresh(settings, row.write_fresh, model, config, tokenizer), settings.model
+        )
+        warn_of_few(settings, examples)
+    else:
+        made = converted(given, settings.model)
     student = student_of(settings, made, model)
     return student, lambda final: make(final, student, model, made)
-
-

@@ -35,9 +35,7 @@ def add_lora(head: nn.Module, is_wanted: Callable[[str], bool], rank: int, scale
     train_only(head, lambda name: name.endswith(PARTS))
 
 
-def changes(
-    head: nn.Module, initial: Callable[[], Mapping[str, mx.array]]
-) -> dict[str, mx.array]:
+def changes(head: nn.Module, initial: Callable[[], Mapping[str, mx.array]]) -> dict[str, mx.array]:
     """Return how much training has changed each parameter, by its name before LoRA, in float32.
 
     ``initial`` gives the parameters as they were.

@@ -183,7 +183,8 @@ def fitting(
 ) -> tuple[TrainSettings, Needs]:
     """Turn gradient checkpointing on if it is needed; return the settings and their needs.
 
-    ``estimate`` is that of the student's kind. Raises ValueError, with flags that would fit, if the memory is too small.
+    ``estimate`` is that of the student's kind. Raises ValueError, with flags that would fit, if
+    the memory is too small.
     """
     longest = max(len(x.tokens) for x in examples.train)
     answer = max(x.num_answer for x in examples.train)

@@ -13,7 +13,6 @@ import mlx.nn as nn
 from ..convert.checkpoint import DraftCheckpoint
 from ..drafters.folder import shapes_of
 from ..drafters.mtp import FLOAT32, ROUTER
-from ..drafters.mtp_drafter import MTPHead
 from ..drafters.mtp_layers import JOIN, family_of
 from ..drafters.target_parts import find_embedding, lm_head_of
 from .chains import ChainRecipe, ChainTargets, known_tokens
@@ -50,12 +49,10 @@ def is_trained(head: nn.Module, model: nn.Module, given: Given, name: str) -> bo
 class MTPRecipe(ChainRecipe):
     """MTP layers: the target's table and output matrix, and steps through mlx-lm's layers."""
 
-    def __init__(
-        self, settings: TrainSettings, student: Student, model: nn.Module, given: Given
-    ):
+    def __init__(self, settings: TrainSettings, student: Student, model: nn.Module, given: Given):
         head: Any = student.head
-        if not isinstance(head, MTPHead) or head.chooses:
-            what = "choose the slots that they attend to" if head.chooses else "draft one each"
+        if "steps" in head or head.chooses:
+            what = "draft one each" if "steps" in head else "choose the slots that they attend to"
             raise ValueError(
                 f"the MTP layers of {given.source} {what}, and only layers that are run again are "
                 "trained here: begin with another drafter."
@@ -146,7 +143,7 @@ def advance(
         columns = mx.arange(past[0][0].shape[2])
         mask = mx.concatenate([columns <= slots, *[own] * len(past)], axis=1)
     else:
-        mask = slots.T <= slots
+        mask = slots >= slots.T
     made: Arrays = []
     for layer, attends in zip(head.layers, head._attends, strict=True):
         if not attends:

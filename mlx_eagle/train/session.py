@@ -64,9 +64,9 @@ def _run(settings: TrainSettings, output: Path) -> TrainReport:
     examples = read_examples(
         data, tokenizer, vocab_size, settings.max_seq_length, settings.mask_prompt
     )
-    student, make_recipe = begin(settings, given, model, config, examples)
+    student, make_recipe = begin(settings, given, model, config, tokenizer, examples)
     settings, needs = fitting(
-        settings, student, weight_bytes(model), examples, TRAINED[str(settings.kind)].needs
+        settings, student, weight_bytes(model), examples, needs_for(settings, student)
     )
     recipe = make_recipe(settings)
     trainer = Trainer(settings, recipe, model, tokenizer, examples, checkpoints, str(needs))

@@ -99,15 +99,16 @@ class TrainSettings:
     )
     init: str | None = setting(
         None,
-        "Begin with this drafter, in any form that mlx_eagle.convert reads, or converted; mtp: the "
-        "target's own layers; auto: the drafter that is known for the target, or for the model "
-        "that it was made from.",
+        "Begin with this drafter, in any form that mlx_eagle.convert reads, or converted; mtp: "
+        "the target's own layers; auto: the drafter that is known for the target, or for the "
+        "model that it was made from.",
     )
     kind: str | None = setting(
         None, "Kind of a fresh drafter (default: eagle3); with --init it follows from the drafter."
     )
     fine_tune_type: str = setting(
-        "full", "full: all weights are trained; lora: small matrices beside them.",
+        "full",
+        "full: all weights are trained; lora: small matrices beside them.",
         choices=("full", "lora"),
     )
     lora_rank: int = setting(16, "Rank of the matrices of lora.", least=1)
@@ -192,7 +193,9 @@ class TrainSettings:
     )
     kl_scale: float = setting(1.0, "lk-lambda: share of cross-entropy where nothing is accepted.")
     kl_decay: float = setting(1.0, "lk-lambda: how fast that share falls with acceptance.")
-    num_layers: int = setting(1, "Layers of a fresh head.", least=1)
+    num_layers: int | None = setting(
+        None, "Layers of a fresh drafter (default: 1, of blocks 5).", least=1
+    )
     draft_vocab_size: int | None = setting(
         None,
         "Tokens that a fresh head can draft (default: 32000, or all), or that the head of --init "

@@ -31,9 +31,10 @@ FROZEN = "embed_tokens"  # an embedding of the head's own, which is not trained
 class Student:
     """A head in float32, with the parts that it takes from its target.
 
-    ``head`` is an ``Eagle3Head``, or the module of another kind of drafter. ``embed`` maps tokens (...,) to (..., h); ``taps`` are the target's layers whose inputs it
-    reads; ``ids`` (Vd,) int32 are the target ids of the tokens that it can draft; ``dtype``, the
-    target's, is the type that it computes in.
+    ``head`` is an ``Eagle3Head``, or the module of another kind of drafter. ``embed`` maps
+    tokens (...,) to (..., h); ``taps`` are the target's layers whose inputs it reads; ``ids``
+    (Vd,) int32 are the target ids of the tokens that it can draft; ``dtype``, the target's, is
+    the type that it computes in.
     """
 
     head: Any
@@ -105,7 +106,7 @@ def _fresh_config(
     return Eagle3Config(
         hidden_size=size,
         target_hidden_size=size,
-        num_layers=settings.num_layers,
+        num_layers=settings.num_layers or 1,
         num_heads=num_heads,
         num_kv_heads=text.get("num_key_value_heads") or num_heads,
         head_dim=head_dim,

@@ -329,7 +329,6 @@ class Trainer:
         card = make_card(self._output.name, self._notes()["training"])
         (self._output / "README.md").write_text(card, encoding="utf-8")
 
-
     def _generate(self, folder: Path, stop: StopSignals) -> Generated | None:
         """Let the drafter in that folder draft for held-out prompts."""
         given = (folder, self.model, self.tokenizer, self.examples.valid)

@@ -1,4 +1,4 @@
-"""Tiny targets with drafters of each kind that is trained, in folders, and naive losses of them."""
+"""Tiny targets with drafters of each kind that is trained, and naive losses of them."""
 
 from collections.abc import Callable
 from copy import copy
@@ -7,14 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import assistants
+import block_twin
 import mlx.core as mx
 import mlx.nn as nn
 import mtp_checkpoints
 import numpy as np
 from checkpoints import write_config
 from drafter_pairs import tiny_qwen3_next
+from helpers import SIZES, tiny_llama
+from mlx_lm.models.cache import KVCache, make_prompt_cache
 from training import VOCAB, write_model
 
+from mlx_eagle.target.target import Target
 from mlx_eagle.train.batches import TokenBatch
 from mlx_eagle.train.given import converted, open_given
 from mlx_eagle.train.kinds import TRAINED, filled, student_of
@@ -76,9 +80,7 @@ def mtp(folder: Path) -> Case:
     def states(text: list[int]) -> mx.array:
         return model.model(mx.array([text]))[0]
 
-    return Case(
-        folder / "target", folder / "given", model, config, states, model.lm_head, naive
-    )
+    return Case(folder / "target", folder / "given", model, config, states, model.lm_head, naive)
 
 
 def assistant(folder: Path, **changes: Any) -> Case:
@@ -106,7 +108,45 @@ def assistant(folder: Path, **changes: Any) -> Case:
     return Case(folder / "target", folder / "given", model, config, states, output, naive)
 
 
-CASES = {"mtp": mtp, "assistant": assistant}
+def dflash(folder: Path) -> Case:
+    """Layers with and without a window, causal and not; three of a text's taps."""
+    model = loud(tiny_llama(vocab_size=VOCAB))
+    config = {"model_type": "llama", **SIZES, "vocab_size": VOCAB}
+    write_model(folder / "target", model, config)
+    drafter = block_twin.tiny_dflash(model, num_layers=2)
+    c = drafter.head.config
+    taps = {"target_layer_ids": [tap - 1 for tap in c.taps], "mask_token_id": c.mask_token_id}
+    values = {
+        "model_type": "qwen3",
+        "architectures": ["DFlashDraftModel"],
+        "vocab_size": c.vocab_size,
+        "rms_norm_eps": c.rms_norm_eps,
+        "rope_theta": c.rope_theta,
+        "block_size": c.block_size,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 4,
+        "dflash_config": taps,
+    }
+    block_twin.published(folder / "given", drafter, values)
+
+    def naive(head: Any, text: list[int], place: int, steps: int) -> mx.array:
+        """The block behind the anchor before ``place``, by the caches of drafting."""
+        target = Target(model, head.config.taps)
+        _, features = target(mx.array(text), make_prompt_cache(model))
+        caches = [KVCache() for _ in head.layers]
+        head.absorb(mx.stop_gradient(features)[None, : place - 1], caches)
+        tokens = [text[place - 1], *[head.config.mask_token_id] * (head.config.block_size - 1)]
+        states = head(model.model.embed_tokens(mx.array([tokens])), caches)
+        return model.model.embed_tokens.as_linear(states[0, head.config.first_slot :][:steps])
+
+    def states(text: list[int]) -> mx.array:
+        return model.model(mx.array([text]))[0]
+
+    output = model.model.embed_tokens.as_linear
+    return Case(folder / "target", folder / "given", model, config, states, output, naive)
+
+
+CASES = {"mtp": mtp, "assistant": assistant, "dflash": dflash}
 
 
 def recipe_of(case: Case, kind: str, **options: Any) -> Recipe:
@@ -156,3 +196,29 @@ def naive_chain_losses(
                     one = -log_q[label]
                 found[step].append(one)
     return [mx.stack(values).mean() for values in found]
+
+
+def naive_block_loss(case: Case, head: Any, batch: TokenBatch, anchors: np.ndarray) -> mx.array:
+    """Cross-entropy of the target's choices with D-PACE's weights, from block after block."""
+    sums, num = [], 0
+    for row, (length, num_prompt) in enumerate(LENGTHS):
+        text = batch.tokens[row, :length].tolist()
+        said = case.output(case.states(text))
+        for anchor in anchors[row].tolist():
+            if anchor < 0:
+                continue
+            block = head.config.longest_draft
+            logits = case.naive(head, text, anchor + 1, block)
+            entropies = []
+            for step in range(block):
+                place = anchor + 1 + step
+                if place >= length or place < max(num_prompt, 1):
+                    break
+                log_q = logits[step] - mx.logsumexp(logits[step])
+                entropies.append(-log_q[mx.argmax(said[place - 1]).item()])
+            passed = [0.5 * float(np.exp(-x.item())) + 0.5 for x in entropies]
+            reached = np.cumprod(passed)
+            for step, entropy in enumerate(entropies):
+                sums.append(float(reached[step:].sum()) * entropy)
+                num += 1
+    return mx.stack(sums).sum() / num

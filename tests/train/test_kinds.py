@@ -1,29 +1,41 @@
 """Drafters of every kind: losses and gradients by hand, and runs that begin with one."""
 
+import json
 from pathlib import Path
 
 import mlx.core as mx
 import mlx_lm
 import numpy as np
 import pytest
-from mlx.utils import tree_flatten, tree_unflatten
 from grids import thorough
+from mlx.utils import tree_flatten, tree_unflatten
 from tolerances import tolerance
-from trained_kinds import CASES, naive_chain_losses, recipe_of, some_batch
+from trained_kinds import (
+    CASES,
+    naive_block_loss,
+    naive_chain_losses,
+    recipe_of,
+    some_batch,
+)
 from training import chats, weights_of, write_data
 
 import mlx_eagle
 from mlx_eagle.drafters.kinds import KINDS
 from mlx_eagle.train import train
+from mlx_eagle.train.dflash import anchors_of
+from mlx_eagle.train.given import converted, open_given
+from mlx_eagle.train.kinds import TRAINED
 from mlx_eagle.train.optimizer import TrainStep
 
-BOUNDS = {"mtp": 2e-5, "assistant": 5e-5}
+BOUNDS = {"mtp": 2e-5, "assistant": 5e-5, "dflash": 2e-5}
 LOSSES = [
     ("mtp", {}, "kl"),
     ("mtp", {"loss": "ce"}, "text"),
+    ("dflash", {"anchors": 4}, "argmax"),
     ("assistant", {}, "kl"),
     ("assistant", {"loss": "ce"}, "argmax"),
 ]
+QUICK = [each for each in LOSSES if each[1].get("loss") is None]
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -45,6 +57,10 @@ def by_hand(case, recipe, batch, loss):
 
     def total(weights):
         head.update(tree_unflatten(list(weights.items())))
+        if case.kind == "dflash":
+            anchors = anchors_of(batch, recipe.settings.anchors, 0, 0)
+            found = naive_block_loss(case, head, batch, anchors)
+            return found, [found]
         losses = naive_chain_losses(case, head, batch, recipe.depth, loss)
         scale = recipe.settings.step_decay ** np.arange(recipe.depth)
         scale = scale / scale.sum() if case.kind == "mtp" else scale
@@ -57,7 +73,7 @@ def by_hand(case, recipe, batch, loss):
 
 
 @pytest.mark.parametrize("checkpoint", thorough([False, True], False))
-@pytest.mark.parametrize("each", thorough(LOSSES, *LOSSES[::2]))
+@pytest.mark.parametrize("each", thorough(LOSSES, *QUICK))
 def test_losses_and_gradients_are_those_by_hand(each, checkpoint, tmp_path):
     kind, options, loss = each
     case = CASES[kind](tmp_path)
@@ -139,13 +155,12 @@ def test_stopped_and_gone_on_with_is_the_same(case, data, tmp_path, how):
 def test_a_drafter_learns_and_texts_stay_the_targets(case, data, tmp_path, how, capsys):
     run = {**RUN, "test_prompts": 4, "fine_tune_type": how, "learning_rate": 5e-3}
     out = tmp_path / "out"
-    report = train(
-        str(case.target), str(data), str(out), init=str(case.given), iters=60, **run
-    )
+    report = train(str(case.target), str(data), str(out), init=str(case.given), iters=60, **run)
     said = capsys.readouterr().out
     assert "Mean acceptance length (tau) before and after" in said
     assert report.generated.lengths[-1] > report.before.lengths[-1] + 0.3
     # Teacher-forced figures are those of greedy decoding of the same texts.
+    assert report.evaluation.lengths == pytest.approx(report.generated.lengths)
     model, tokenizer = mlx_lm.load(str(case.target))
     drafter = mlx_eagle.load_drafter(out, model)
     for prompt in ("say 1", "dog"):
@@ -153,13 +168,65 @@ def test_a_drafter_learns_and_texts_stay_the_targets(case, data, tmp_path, how, 
         drafted = mlx_eagle.generate(model, tokenizer, prompt, max_tokens=20, draft_model=drafter)
         assert drafted == plain
     # What was published says the same when it is converted.
-    again = mlx_eagle.open_drafter(str(out / "published"), model, tokenizer)
+    published = open_given(str(out / "published"), str(case.target))
+    again = converted(published, str(case.target)).load(model, None)
     mine = dict(tree_flatten(drafter.head.parameters()))
     for name, array in tree_flatten(again.head.parameters()):
         assert mx.allclose(array, mine[name], atol=1e-6).item(), name
 
 
-def test_kinds_that_are_trained_have_a_title():
-    from mlx_eagle.train.kinds import TRAINED
+REFUSED = {
+    "fresh": ({"kind": "mtp"}, "no fresh MTP layer is trained"),
+    "another kind": ({"kind": "dflash", "init": "mtp"}, "--kind is dflash, and .* an MTP layer"),
+    "not trained": ({"kind": "dspark"}, "--kind is dspark, and only eagle3, .* are trained"),
+    "anchors": ({"init": "mtp", "anchors": 4}, "--anchors is not for an MTP layer"),
+    "vocabulary": ({"init": "mtp", "draft_vocab_size": 64}, "--draft-vocab-size is not for"),
+    "loss": ({"init": "mtp", "loss": "lk-alpha"}, "--loss is lk-alpha, and an MTP layer is"),
+    "lora": ({"fine_tune_type": "lora"}, "--fine-tune-type is not for an EAGLE head"),
+    "another target": ({"init": "assistant"}, "reads keys and values that only Gemma 4 has"),
+    "block": ({"init": "dflash", "block_size": 4}, "--block-size is of fresh drafters"),
+    "no words": (
+        {"init": "dflash", "max_seq_length": 8},
+        "no sequence with 2 tokens of an",
+    ),
+    "unknown": ({"init": "auto"}, "no drafter is known that could be trained for"),
+}
 
+
+@pytest.fixture(scope="module")
+def refused(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("refused")
+    return {kind: make(folder / kind) for kind, make in CASES.items()}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_trained_costs_one_sentence(what, refused, data, tmp_path):
+    options, sentence = REFUSED[what]
+    kind = options.get("init", "mtp")
+    target = refused[kind if kind in ("mtp", "dflash") else "mtp"].target
+    init = refused[kind].given if kind in refused and "init" in options else options.get("init")
+    run = {**options, "init": None if init is None else str(init), "iters": 1, "batch_size": 2}
+    with pytest.raises(ValueError, match=sentence) as found:
+        train(str(target), str(data), str(tmp_path / "out"), **run)
+    assert "\n" not in str(found.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_fresh_head_of_blocks_learns(refused, data, tmp_path):
+    """It keeps the sizes of its target, and comes out in z-lab's layout too."""
+    run = {**RUN, "iters": 3, "test_prompts": 0, "regenerate": False, "val_batches": 0}
+    out = tmp_path / "out"
+    options = {"kind": "dflash", "block_size": 4, "mask_token_id": 3, "num_layers": 2}
+    train(str(refused["dflash"].target), str(data), str(out), **options, **run)
+    model, tokenizer = mlx_lm.load(str(refused["dflash"].target))
+    drafter = mlx_eagle.load_drafter(out, model)
+    plain = mlx_lm.generate(model, tokenizer, "say", max_tokens=8)
+    assert mlx_eagle.generate(model, tokenizer, "say", max_tokens=8, draft_model=drafter) == plain
+    assert drafter.longest_draft == 3
+    config = json.loads((out / "published" / "config.json").read_text())
+    assert config["dflash_config"]["mask_token_id"] == 3 and config["block_size"] == 4
+
+
+def test_kinds_that_are_trained_are_kinds():
     assert set(TRAINED) <= set(KINDS)
+    assert set(CASES) | {"eagle3"} == set(TRAINED)  # each is tested

@@ -462,7 +462,7 @@ def test_another_kind_of_drafter_is_not_taken_further(target, data, tmp_path):
     config = {"model_type": "llama", "kind": "model"}
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="is a draft model, and only eagle3, .* are trained"):
+    with pytest.raises(ValueError, match=r"is a draft model, and only eagle3, .* are trained"):
         train(str(target), str(data), str(tmp_path / "head"), init=str(tmp_path / "other"))
     assert not (tmp_path / "head").exists()
 
