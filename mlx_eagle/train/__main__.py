@@ -21,7 +21,7 @@ from .settings import TrainSettings
 def make_parser() -> argparse.ArgumentParser:
     """Make one flag for each field of ``TrainSettings``; none has a default of its own."""
     parser = argparse.ArgumentParser(
-        prog="mlx_eagle.train", description="Train an EAGLE-3 draft head for a model of mlx-lm."
+        prog="mlx_eagle.train", description="Train a drafter for a model of mlx-lm, or adapt one."
     )
     add_version_flag(parser)
     parser.add_argument("-c", "--config", help="YAML file with the same settings as the flags.")

@@ -21,6 +21,7 @@ from training import chats, weights_of, write_data
 
 import mlx_eagle
 from mlx_eagle.drafters.kinds import KINDS
+from mlx_eagle.system.cli_values import flag_of
 from mlx_eagle.train import train
 from mlx_eagle.train.dflash import anchors_of
 from mlx_eagle.train.given import converted, open_given
@@ -230,3 +231,16 @@ def test_a_fresh_head_of_blocks_learns(refused, data, tmp_path):
 def test_kinds_that_are_trained_are_kinds():
     assert set(TRAINED) <= set(KINDS)
     assert set(CASES) | {"eagle3"} == set(TRAINED)  # each is tested
+
+
+def test_the_table_of_the_page_is_made_of_the_kinds():
+    """A row for each setting that has a default by kind, a column for each kind."""
+    page = (Path(__file__).parents[2] / "docs" / "pages" / "training.md").read_text()
+    rows = [
+        line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| `--")
+    ]
+    shown = {row[0].strip("`"): row[1:] for row in rows if len(row) == 1 + len(TRAINED)}
+    names = dict.fromkeys(name for row in TRAINED.values() for name in row.defaults)
+    for name in names:
+        expected = [str(row.defaults.get(name, "-")) for row in TRAINED.values()]
+        assert shown[flag_of(name)] == expected, name
