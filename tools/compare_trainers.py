@@ -38,7 +38,9 @@ from mlx_eagle.train.answers import regenerate
 from mlx_eagle.train.batches import BatchOrder, TokenBatch, make_batch
 from mlx_eagle.train.data import read_examples
 from mlx_eagle.train.draft_vocabulary import resized_vocabulary
+from mlx_eagle.train.eagle3 import Eagle3Recipe
 from mlx_eagle.train.evaluation import Evaluation, evaluate
+from mlx_eagle.train.kinds import filled
 from mlx_eagle.train.optimizer import BETAS, TrainStep, learning_rate
 from mlx_eagle.train.settings import TrainSettings
 from mlx_eagle.train.student import Student, fresh_student, student_from
@@ -163,6 +165,7 @@ class PyTorchTrainer:
 
 def compare(settings: TrainSettings, report=lambda line: None) -> Comparison:
     """Train in both ways with these settings; ``report`` is called with a line for each step."""
+    settings = filled(settings, "eagle3")
     torch.set_num_threads(1)
     mx.random.seed(settings.seed)
     torch.manual_seed(settings.seed)
@@ -180,9 +183,10 @@ def compare(settings: TrainSettings, report=lambda line: None) -> Comparison:
         ids = resized_vocabulary(examples.train, none, size, config["vocab_size"])
         student = fresh_student(model, config, ids, settings)
     teacher = Teacher(model, student.taps, student.ids, needs_sums=False)
+    recipe = Eagle3Recipe(settings, student, teacher)
 
     def evaluation() -> Evaluation:
-        return evaluate(student, teacher, examples.valid, settings.batch_size, settings.ttt_steps)
+        return evaluate(recipe, examples.valid, settings.batch_size)
 
     before = evaluation()
     other = PyTorchTrainer(model, config, student, settings)

@@ -21,10 +21,11 @@ from training import chats, weights_of, write_data
 
 import mlx_eagle
 from mlx_eagle.drafters.kinds import KINDS
+from mlx_eagle.drafters.pairs import pairs_for
 from mlx_eagle.system.cli_values import flag_of
 from mlx_eagle.train import train
 from mlx_eagle.train.dflash import anchors_of
-from mlx_eagle.train.given import converted, open_given
+from mlx_eagle.train.given import converted, known_drafter, open_given
 from mlx_eagle.train.kinds import TRAINED
 from mlx_eagle.train.optimizer import TrainStep
 
@@ -152,8 +153,8 @@ def test_stopped_and_gone_on_with_is_the_same(case, data, tmp_path, how):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("how", ["full", "lora"])
-def test_a_drafter_learns_and_texts_stay_the_targets(case, data, tmp_path, how, capsys):
+def test_a_drafter_learns_and_texts_stay_the_targets(case, data, tmp_path, capsys):
+    how = "lora" if case.kind == "dflash" else "full"
     run = {**RUN, "test_prompts": 4, "fine_tune_type": how, "learning_rate": 5e-3}
     out = tmp_path / "out"
     report = train(str(case.target), str(data), str(out), init=str(case.given), iters=60, **run)
@@ -211,6 +212,17 @@ def test_what_cannot_be_trained_costs_one_sentence(what, refused, data, tmp_path
         train(str(target), str(data), str(tmp_path / "out"), **run)
     assert "\n" not in str(found.value)
     assert not (tmp_path / "out").exists()
+
+
+def test_auto_finds_what_is_known_of_the_base_of_a_fine_tune(tmp_path):
+    target = tmp_path / "my-fine-tune"
+    target.mkdir()
+    (target / "config.json").write_text('{"model_type": "qwen3", "num_hidden_layers": 36}')
+    (target / "README.md").write_text("---\nbase_model: Qwen/Qwen3-8B\n---\n")
+    known = {pair.head: pair.kind for pair in pairs_for("Qwen/Qwen3-8B")}
+    assert known[known_drafter(str(target), TRAINED)] in TRAINED
+    only = {"dflash": TRAINED["dflash"]}
+    assert known[known_drafter(str(target), only)] == "dflash"
 
 
 def test_a_fresh_head_of_blocks_learns(refused, data, tmp_path):
