@@ -1,6 +1,7 @@
 """Drafters of every kind: losses and gradients by hand, and runs that begin with one."""
 
 import json
+import shutil
 from pathlib import Path
 
 import mlx.core as mx
@@ -212,6 +213,39 @@ def test_what_cannot_be_trained_costs_one_sentence(what, refused, data, tmp_path
         train(str(target), str(data), str(tmp_path / "out"), **run)
     assert "\n" not in str(found.value)
     assert not (tmp_path / "out").exists()
+
+
+NOTHING = {**RUN, "iters": 0, "test_prompts": 0, "regenerate": False, "val_batches": 0}
+
+
+def test_the_targets_own_layers(refused, data, tmp_path):
+    """``--init mtp`` are the layers in the target's own checkpoint, and nothing else of it."""
+    target = shutil.copytree(refused["mtp"].target, tmp_path / "target")
+    (target / "model.safetensors.index.json").unlink()  # which does not name the layers
+    own = mx.load(str(refused["mtp"].given / "model.safetensors"))
+    own = {f"mtp.{name}": array.astype(mx.bfloat16) for name, array in own.items()}
+    mx.save_safetensors(str(target / "mtp.safetensors"), own)
+    train(str(target), str(data), str(tmp_path / "out"), init="mtp", **NOTHING)
+    found = mx.load(str(tmp_path / "out" / "published" / "model.safetensors"))
+    assert found.keys() == own.keys()
+    for name, array in own.items():
+        assert found[name].dtype == mx.bfloat16 and mx.array_equal(found[name], array), name
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_the_result_can_be_quantized_and_adapted_again(kind, refused, data, tmp_path):
+    given = refused[kind]
+    run = {**NOTHING, "quantize": True, "q_bits": 4, "q_group_size": 32}
+    train(str(given.target), str(data), str(tmp_path / "small"), init=str(given.given), **run)
+    model, tokenizer = mlx_lm.load(str(given.target))
+    drafter = mlx_eagle.load_drafter(tmp_path / "small", model)
+    plain = mlx_lm.generate(model, tokenizer, "say", max_tokens=8)
+    assert mlx_eagle.generate(model, tokenizer, "say", max_tokens=8, draft_model=drafter) == plain
+    again = {**NOTHING, "iters": 1, "init": str(tmp_path / "small"), "fine_tune_type": "lora"}
+    train(str(given.target), str(data), str(tmp_path / "again"), **again)
+    drafter = mlx_eagle.load_drafter(tmp_path / "again", model)
+    assert mlx_eagle.generate(model, tokenizer, "say", max_tokens=8, draft_model=drafter) == plain
+    assert not (tmp_path / "again" / "published").exists()  # it came converted
 
 
 def test_auto_finds_what_is_known_of_the_base_of_a_fine_tune(tmp_path):
