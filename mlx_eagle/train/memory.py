@@ -21,6 +21,8 @@ from .teacher import ROWS_AT_ONCE
 
 LIMIT = 0.9  # of the announced bytes: MLX compares before it makes an array, without its size
 ATTENDED = 5.5  # arrays of a chunk's size that attention has at once, measured
+CHAINED = 3.2  # the same of a chain's last step, where scores are not cut into chunks, measured
+BLOCKED = 9.0  # the same of blocks, with the two masks of each, measured
 COMPARED = 3.3  # arrays of a chunk's size that the losses have at once, measured
 FULL = 4  # bytes of a number in float32
 
@@ -152,12 +154,10 @@ def needs_of_drafter(
     names = ("num_heads", "num_attention_heads", "n_heads")
     found = [getattr(m, name, 0) for _, m in head.named_modules() for name in names]
     num_heads = max((x for x in found if isinstance(x, int)), default=1)
-    scores = ATTENDED * num_heads * FULL * rows / (1 if blocks else losses.num_steps) * columns
-    if blocks:
-        scores = min(ATTENDED * CHUNK_BYTES, scores)
-    logits = FULL * sizes.num_counted * len(student.ids) * losses.num_steps
-    if blocks:
-        logits = FULL * rows * len(student.ids)
+    scores = num_heads * FULL * rows / (1 if blocks else losses.num_steps) * columns
+    scores = BLOCKED * min(CHUNK_BYTES, scores) if blocks else CHAINED * scores
+    compared_rows = rows if blocks else sizes.num_counted * losses.num_steps
+    logits = FULL * compared_rows * len(student.ids)
     compared = COMPARED * min(CHUNK_BYTES, logits)
     kept = rows * item * (3 * width if losses.checkpoint else layer)
     again = rows * item * layer / (len(head.layers) if blocks else losses.num_steps)
@@ -216,9 +216,12 @@ def fitting(
         if length < longest:
             flags += f" --max-seq-length {length}"
         raise ValueError(f"{found} That does not fit: give {flags.strip()}.")
+    smaller = "a smaller --draft-vocab-size or --intermediate-size"
+    if estimate is not needs_of:
+        smaller = "--fine-tune-type lora" if settings.anchors is None else "fewer --anchors"
     raise ValueError(
         f"{found} That does not fit, nor does a batch of one short sequence: give a target of "
-        "fewer bits, or a smaller --draft-vocab-size or --intermediate-size."
+        f"fewer bits, or {smaller}."
     )
 
 
