@@ -315,6 +315,8 @@ class Trainer:
         config, weights = self.recipe.files(self._notes(), dtype, quantization)
         open_target(settings.model).copy_tokenizer(self._output)
         write_head(self._output, config, weights)
+        if settings.fine_tune_type == "lora":
+            save_arrays(self._output / "adapters.safetensors", self._step.weights)
         if there := self.recipe.write_published(self._output):
             log.say(f"In the layout that it came in, it is in {there}.")
         self._generated = self._generate(self._output, stop)

@@ -246,6 +246,8 @@ def test_the_result_can_be_quantized_and_adapted_again(kind, refused, data, tmp_
     drafter = mlx_eagle.load_drafter(tmp_path / "again", model)
     assert mlx_eagle.generate(model, tokenizer, "say", max_tokens=8, draft_model=drafter) == plain
     assert not (tmp_path / "again" / "published").exists()  # it came converted
+    adapters = mx.load(str(tmp_path / "again" / "adapters.safetensors"))
+    assert adapters and all(name.endswith(("lora_a", "lora_b")) for name in adapters)
 
 
 def test_auto_finds_what_is_known_of_the_base_of_a_fine_tune(tmp_path):
