@@ -237,6 +237,9 @@ class AssistantDrafter(FeatureDrafter):
         """The seed is the newest token's embedding beside the state before it, (1, 2H)."""
         return self.joined(self._embedded(row_at(tokens, last)), row_at(features, last))
 
+    def embed(self, tokens: mx.array) -> mx.array:
+        return self._embed(tokens) * self._scale
+
     def joined(self, embeddings: mx.array, states: mx.array) -> mx.array:
         """Embeddings and states (..., H) side by side."""
         embeddings = embeddings * self._scale

@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from ..convert.quantize import Quantization
+from ..drafters.quantize import Quantization
 from ..drafters.target_parts import find_embedding
 from .batches import TokenBatch
 from .chunks import eval_in_chunks

@@ -15,12 +15,12 @@ from mlx_lm.utils import dequantize_model
 from ..convert import convert
 from ..convert.checkpoint import DraftCheckpoint
 from ..convert.pipeline import open_published
-from ..convert.quantize import Quantization, pack
 from ..drafters.feature_drafter import FeatureDrafter
 from ..drafters.folder import read_weights
 from ..drafters.kind import LoadOptions
 from ..drafters.kinds import KINDS, is_converted, kind_of, own_kind
 from ..drafters.pairs import pairs_for
+from ..drafters.quantize import Quantization, pack
 from ..drafters.target_parts import MOST_STEPS, holder_of, made_from, read_target_config
 from ..system.atomic_folder import new_file
 from ..system.hub import locate, snapshot_of

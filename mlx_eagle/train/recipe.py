@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from ..convert.quantize import Quantization
+from ..drafters.quantize import Quantization
 from .batches import TokenBatch
 from .settings import LossSettings, TrainSettings
 from .student import Student

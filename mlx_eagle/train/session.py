@@ -8,13 +8,15 @@ from typing import Any
 import mlx.core as mx
 
 from ..convert.checkpoint import CONFIG_FILES
+from ..drafters.kinds import KINDS
 from ..drafters.target_parts import find_embedding
 from ..system.device import weight_bytes
 from ..system.hub import locate
 from ..system.stop_signals import StopSignals
-from .data import Examples, check_data, read_examples
-from .draft_vocabulary import narrowed, resized_vocabulary, widened
-from .memory import amount, fitting, memory_kept_to
+from .data import check_data, read_examples
+from .given import AUTO, Given, known_drafter, open_given
+from .kinds import TRAINED, begin, check_kind, filled, needs_for
+from .memory import fitting, memory_kept_to
 from .resume import Checkpoints, locked
 from .settings import TrainSettings
 from .teacher import load_target

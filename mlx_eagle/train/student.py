@@ -17,7 +17,7 @@ from ..convert import convert
 from ..drafters.config import Eagle3Config, default_ids
 from ..drafters.head import Eagle3Head
 from ..drafters.head_weights import load_head, split_weights
-from ..drafters.kinds import is_converted, kind_of
+from ..drafters.kinds import is_converted
 from ..drafters.quantize import Quantization, pack
 from ..drafters.target_parts import activation_dtype, find_embedding, lm_head_of, rows_of_lm_head
 from ..system.atomic_folder import new_file

@@ -111,7 +111,22 @@ def output_of(model: nn.Module, target: Target, ids: mx.array) -> tuple[Any, Any
         norm = find_final_norm(model)
     except ValueError:
         return None, nn.Identity()
-    project = part_of(lm_head_of(model, find_embedding(model)[0]), ids)
+    output = output_from(model, norm(states), logits, ids)
+    return (None, nn.Identity()) if output is None else (norm, output)
+
+
+def output_from(
+    model: nn.Module, states: mx.array, logits: mx.array, ids: mx.array | None
+) -> Callable[[mx.array], mx.array] | None:
+    """Return the function that made ``logits`` (K, V) of ``states`` (K, h), for tokens ``ids``.
+
+    It takes the rows ``ids`` of the output matrix, None for all, and caps logits as Gemma does.
+    It is None if that gives other logits than the model itself, which may have a scale or
+    adapters of its own.
+    """
+    said = (logits if ids is None else mx.take(logits, ids, axis=1)).astype(mx.float32)
+    whole = lm_head_of(model, find_embedding(model)[0])
+    project = whole if ids is None else part_of(whole, ids)
     caps = {getattr(m, "final_logit_softcapping", None) for _, m in model.named_modules()}
 
     def output(cap: float | None, states: mx.array) -> mx.array:

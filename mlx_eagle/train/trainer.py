@@ -16,6 +16,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..convert.checkpoint import open_target
 from ..drafters.quantize import Quantization
+from ..system.safetensors import save_arrays
 from ..system.stop_signals import StopSignals
 from .batches import BatchOrder, make_batch
 from .data import Examples
