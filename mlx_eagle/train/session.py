@@ -48,7 +48,7 @@ def _run(settings: TrainSettings, output: Path) -> TrainReport:
     found = checkpoints.latest()
     _check_output(output, settings, found)
     check_data(settings.data)
-    if settings.init is not None:
+    if settings.init is not None and settings.init not in (AUTO, *KINDS):
         locate(settings.init, CONFIG_FILES)
     of_others = mx.get_active_memory()
     mx.random.seed(settings.seed)
