@@ -29,12 +29,13 @@ def load(
     *,
     dtype: str | None = None,
     pipeline: bool = False,
+    whole: bool = False,
     **options: Any,
 ) -> tuple[nn.Module, TokenizerWrapper]:
     """Load a target and its tokenizer with ``mlx_lm.load``, whose ``options`` are taken.
 
     Under ``mlx.launch`` each rank gets a part with ``mlx_lm.utils.sharded_load``: of every layer,
-    or with ``pipeline`` some layers.
+    or with ``pipeline`` some layers; with ``whole`` each has all of it, for texts of its own.
 
     ``dtype`` ("float32", "float16", "bfloat16") is that of its floats. By default they stay as
     they are stored; on a CPU, where MLX is many times slower with others, they become float32,
@@ -43,7 +44,7 @@ def load(
     Raises ValueError, in one sentence, for a name that leads nowhere, for a damaged file, and for
     a target that cannot be split so.
     """
-    folder = find_target(path_or_hf_repo) if num_ranks() == 1 else None
+    folder = find_target(path_or_hf_repo) if whole or num_ranks() == 1 else None
     try:
         if folder is None:
             model, tokenizer = _load_part(path_or_hf_repo, tokenizer_config, pipeline, **options)

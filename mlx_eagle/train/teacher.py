@@ -53,6 +53,7 @@ def load_target(
         name,
         {"trust_remote_code": trust_remote_code},
         dtype=dtype,
+        whole=True,
         adapter_path=adapter_path,
         trust_remote_code=trust_remote_code,
     )
