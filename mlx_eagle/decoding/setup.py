@@ -269,11 +269,14 @@ def _passes(check: Callable[..., None], *args: Any) -> bool:
 
 
 def check_tree_drafter(drafter: Drafter, tree: Tree | str | None) -> None:
-    """Raise ValueError where ``drafter`` cannot draft ``tree``; "auto" stands for several."""
-    trees = [shape.tree for shape in TREES] if isinstance(tree, str) else [tree]
-    for shape in trees:
-        if shape is not None:
-            drafter.check_tree(shape)
+    """Raise ValueError where ``drafter`` cannot draft ``tree``; for "auto", any of ``TREES``."""
+    if isinstance(tree, str):
+        trees = [shape.tree for shape in TREES]
+        if any(_passes(drafter.check_tree, shape) for shape in trees):
+            return
+        tree = trees[0]
+    if tree is not None:
+        drafter.check_tree(tree)
 
 
 def kernel_options(decoder: Decoder) -> list[str]:

@@ -31,8 +31,10 @@ def load(
     pipeline: bool = False,
     whole: bool = False,
     **options: Any,
-) -> tuple[nn.Module, TokenizerWrapper]:
+) -> tuple[nn.Module, Any]:
     """Load a target and its tokenizer with ``mlx_lm.load``, whose ``options`` are taken.
+
+    The tokenizer is mlx-lm's ``TokenizerWrapper``, whose methods have no types.
 
     Under ``mlx.launch`` each rank gets a part with ``mlx_lm.utils.sharded_load``: of every layer,
     or with ``pipeline`` some layers; with ``whole`` each has all of it, for texts of its own.
