@@ -495,8 +495,7 @@ class AdaptiveController:
         return min(self._shapes, key=lambda shape: (shape.num_rows, shape.size))
 
     def _try_last_hope(self, shape: DraftShape, gain: float) -> DraftShape:
-        self._latest = self._last_hope() or shape
-        return self._latest
+        return self._unless_undrawable(self._last_hope() or shape)
 
     def _stop(self, shape: DraftShape, gain: float) -> DraftShape:
         """Turn drafting off until a probe costs little beside what plain steps have brought."""
@@ -509,8 +508,12 @@ class AdaptiveController:
         return PLAIN
 
     def _draft(self, shape: DraftShape, gain: float) -> DraftShape:
-        """Draft the best shape, or try another; ask whether trees can be before the first one."""
-        shape = self._worth_trying(shape, max(gain, 1.0), self._drafted) or shape
+        """Draft the best shape, or try another."""
+        tried = self._worth_trying(shape, max(gain, 1.0), self._drafted)
+        return self._unless_undrawable(tried or shape)
+
+    def _unless_undrawable(self, shape: DraftShape) -> DraftShape:
+        """The shape; before the first tree, ask whether trees can be drawn, or choose again."""
         self._latest = shape
         if shape.tree is not None and not self._is_asked:
             self._is_asked = True

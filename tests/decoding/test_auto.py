@@ -253,12 +253,12 @@ def test_a_kernel_of_unknown_price_is_tried_early(alpha):
         rows = shape.num_rows * num_requests
         return (rows if rows < 8 else 1.7 * math.ceil(rows / 16)) + beside(shape)
 
-    def begin() -> AdaptiveController:
+    def begin(can_draw: bool = True) -> AdaptiveController:
         known = RoundCosts(
             lambda s, n: weights.pass_cost(nvidia, s.num_rows * n) + beside(s),
             doubt=lambda s, n: weights.pass_doubt(nvidia, s.num_rows * n),
         )
-        return AdaptiveController(known, shapes)
+        return AdaptiveController(known, shapes, can_draw=lambda: can_draw)
 
     def seconds(make, seed: int) -> float:
         return Machine(cost, lambda n: alpha, seed).write(make(), 512)
@@ -269,6 +269,10 @@ def test_a_kernel_of_unknown_price_is_tried_early(alpha):
         machine = Machine(cost, lambda n: alpha, seed)
         machine.write(begin(), 30)
         assert max(shape.num_rows for shape in machine.shapes) >= 8
+        # Nor is a tree where the target can verify none.
+        machine = Machine(cost, lambda n: alpha, seed)
+        machine.write(begin(can_draw=False), 60)
+        assert [shape for shape in machine.shapes if shape.tree is not None] == []
 
 
 # --- shapes -----------------------------------------------------------------------------------
