@@ -271,7 +271,8 @@ def test_the_whole_command_with_processes(pair, tmp_path, capsys):
     "more, sentence",
     [
         (["--tree", "20x20:300", "--num-draft-tokens", "1"], "refused a request ("),
-        (["--draft-model", "/no/such/head"], "mlx_eagle.server ended with code 2 (error: "),
+        (["--draft-model", "."], "mlx_eagle.server ended with code 2 (error: "),
+        (["--draft-model", "/no/such/head"], "/no/such/head does not exist"),
     ],
 )
 def test_what_the_server_cannot_do_is_one_sentence(pair, tmp_path, capsys, more, sentence):
