@@ -80,14 +80,13 @@ class RejectChoice:
         log_p = self.sampling.log_probabilities(log_softmax(logits))
         num_depths = draft.num_levels + 1
         noise = self.sampling.noises(self.position, num_depths, log_p.shape[1], self.REST)
-        if tree_mask is None or draft.parents is None:
-            if len(self.levels) >= len(draft) > 0:
-                return self._verify_chain(draft, log_p, noise, logits)
-            return match(draft, tree_mask, mx.argmax(log_p + noise, axis=-1), logits)
-        # At each depth only one row can be reached: the others may have its random numbers.
-        depths = tree_mask.sum(axis=1) - 1
-        noise = noise[depths]
-        if draft.draw_index is None:
+        if tree_mask is None and len(self.levels) >= len(draft) > 0:
+            return self._verify_chain(draft, log_p, noise, logits)
+        if tree_mask is not None:
+            # At each depth only one row can be reached: the others may have its random numbers.
+            depths = tree_mask.sum(axis=1) - 1
+            noise = noise[depths]
+        if tree_mask is None or draft.parents is None or draft.draw_index is None:
             return match(draft, tree_mask, mx.argmax(log_p + noise, axis=-1), logits)
         width = max(level.index.shape[1] for level in self.levels)
         ranks, rows = families(draft.parents, width)
