@@ -18,7 +18,6 @@ from ..system.progress import Progress, silent
 from ..target.cache_view import close_windows
 from ..target.kernels import KernelOptions, OptionTrial
 from ..target.rollback import CacheQuantization
-from ..target.sharding import is_sharded
 from .agreement import agreed
 from .auto import AdaptiveController, FixedController, fixed_controller
 from .decoder import Decoder, Limits
@@ -232,8 +231,6 @@ def make_controller(
     decoder.use(costs.options or KernelOptions())
     trial = None
     options = kernel_options(decoder) if decoder.prefill_time > LONG_PREFILL else []
-    if is_sharded(decoder.target.model):
-        options = []  # ranks that draft by different kernels might draft different tokens
     if costs.options is None and options:
         trial = OptionTrial(options, decoder.use)
     drafts = () if decoder.discards_features else chains_for(drafter.longest_draft)

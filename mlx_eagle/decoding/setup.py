@@ -283,6 +283,8 @@ def kernel_options(decoder: Decoder) -> list[str]:
     """The names in ``KernelOptions`` of what can be done here; known once a pass was run."""
     if this_machine().backend == "cpu":  # its kernels are alike either way
         return []
+    if is_sharded(decoder.target.model):  # ranks by different kernels might draft other tokens
+        return []
     found = {
         "splits_attention": decoder.target.parts.matters,
         "forces_fused": decoder.target.parts.falls_off,
