@@ -16,8 +16,8 @@ from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_eagle.drafters.base import Drafter
-from mlx_eagle.target.rollback import Checkpoint
-from mlx_eagle.target.target import Target
+from mlx_eagle.target_model.rollback import Checkpoint
+from mlx_eagle.target_model.target import Target
 
 CHUNK = 512  # tokens per prefill step
 PARTS = ("verify", "accept", "propose")

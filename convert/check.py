@@ -33,7 +33,7 @@ from mlx_eagle.drafters.head_weights import AttachedHead, load_head
 from mlx_eagle.drafters.quantize import bits_of
 from mlx_eagle.system.loading import load
 from mlx_eagle.system.progress import open_bar
-from mlx_eagle.target.target import Target
+from mlx_eagle.target_model.target import Target
 
 from .published_config import BASE, DEFAULT_THETA
 

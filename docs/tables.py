@@ -27,7 +27,7 @@ from mlx_eagle.drafters.mtp import outline
 from mlx_eagle.drafters.pairs import PAIRS, targets_within
 from mlx_eagle.drafters.quantize import Quantization, num_bytes, quantize_now
 from mlx_eagle.system.device import machine_of, weight_bytes
-from mlx_eagle.target.cache_size import cache_bytes
+from mlx_eagle.target_model.cache_size import cache_bytes
 
 PACKAGE = Path(__file__).parents[1] / "mlx_eagle"
 MEASURED = Path(__file__).parents[1] / "measured"

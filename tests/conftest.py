@@ -16,7 +16,7 @@ from checkpoints import CONFIG, as_midlayer, eagle3_tensors, write_safetensors
 
 from mlx_eagle.decoding import round_costs
 from mlx_eagle.system.device import this_machine
-from mlx_eagle.target.per_model import PerModel
+from mlx_eagle.target_model.per_model import PerModel
 
 NEEDS_GPU = "needs a GPU"
 

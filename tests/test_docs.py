@@ -47,7 +47,7 @@ from mlx_eagle.decoding.stats import Stats
 from mlx_eagle.demo import __main__ as demo
 from mlx_eagle.drafters.pairs import PAIRS
 from mlx_eagle.server.__main__ import agent_lines
-from mlx_eagle.target import rollback
+from mlx_eagle.target_model import rollback
 
 LOG = ROOT / "bench" / "log"
 WORKFLOW = ROOT / ".github" / "workflows" / "ci.yml"

@@ -37,9 +37,9 @@ MOST_LINES_BEHIND_THE_LOOP = 6_200
 ALLOWED_STATE: dict[str, str] = {
     "decoding.round_costs._known": "later texts of a pair start from what earlier ones cost",
     "decoding.sampling._thread_draws": "threads of one process must not draw the same noise",
-    "target.probe._refusals": "a model is probed once, for it takes several passes",
-    "target.probe._axes": "a model is probed once, for it takes several passes",
-    "target.probe._cuts_states": "a model is probed once, for it takes several passes",
+    "target_model.probe._refusals": "a model is probed once, for it takes several passes",
+    "target_model.probe._axes": "a model is probed once, for it takes several passes",
+    "target_model.probe._cuts_states": "a model is probed once, for it takes several passes",
     "structured._vocabularies": "making one takes a second; gone with its tokenizer",
     "structured._executor": "threads of llguidance, which all texts share",
 }
@@ -97,12 +97,19 @@ def test_imports_between_packages_run_downwards_over_few_levels():
     assert circle_in(graph) == []
     levels = {name: level(name, graph) for name in graph}
     assert max(levels.values()) <= MOST_LEVELS, sorted(levels.items(), key=lambda item: item[1])
-    assert levels["system"] == 1 and levels["target"] < levels["drafters"] < levels["decoding"]
+    assert (
+        levels["system"] == 1 and levels["target_model"] < levels["drafters"] < levels["decoding"]
+    )
 
 
 def test_the_loop_is_understood_from_few_modules():
     found = reached(LOOP)
-    steps = ("decoding.decoder", "decoding.accept", "target.rollback", "target.stand_in")
+    steps = (
+        "decoding.decoder",
+        "decoding.accept",
+        "target_model.rollback",
+        "target_model.stand_in",
+    )
     assert {f"mlx_eagle.{step}" for step in steps} <= found
     assert len(found) <= MOST_BEHIND_THE_LOOP, sorted(found)
     assert lines_of(found) <= MOST_LINES_BEHIND_THE_LOOP, lines_of(found)
@@ -314,9 +321,9 @@ def test_the_version_and_imports_for_main_do_not_count(tmp_path, monkeypatch):
 def test_an_import_from_an_outer_ring_is_found(tmp_path, monkeypatch):
     file = tmp_path / "target.py"
     file.write_text("from .. import structured\nfrom ..drafters import base, mtp\n")
-    monkeypatch.setitem(MODULES, "mlx_eagle.target.made_up", file)
+    monkeypatch.setitem(MODULES, "mlx_eagle.target_model.made_up", file)
     monkeypatch.setitem(MODULES, "mlx_eagle.reference.made_up", file)
-    found = [place.found for place in code_rules.rings("mlx_eagle.target.made_up")]
+    found = [place.found for place in code_rules.rings("mlx_eagle.target_model.made_up")]
     assert found == [
         "ring 1 imports mlx_eagle.structured of ring 2",
         "ring 1 imports mlx_eagle.drafters.mtp of ring 2",

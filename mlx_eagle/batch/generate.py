@@ -40,7 +40,7 @@ from ..decoding.stats import Stats
 from ..drafters.base import Drafter, NullDrafter, is_drafter
 from ..drafters.copies import Tokens
 from ..drafters.tree import PLAIN
-from ..target.kernels import KernelOptions
+from ..target_model.kernels import KernelOptions
 from .requests import (
     BatchOptions,
     Options,

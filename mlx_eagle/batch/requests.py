@@ -21,11 +21,11 @@ from ..drafters.base import Drafter
 from ..drafters.copies import Tokens
 from ..drafters.tree import DraftShape
 from ..system.fields import check_names
-from ..target.masks_and_ropes import BY_LENGTH, find_ropes
-from ..target.probe import batch_mask_axes, cuts_states_by_text
-from ..target.ragged import can_share
-from ..target.rollback import CacheQuantization
-from ..target.states import recurrent_caches
+from ..target_model.masks_and_ropes import BY_LENGTH, find_ropes
+from ..target_model.probe import batch_mask_axes, cuts_states_by_text
+from ..target_model.ragged import can_share
+from ..target_model.rollback import CacheQuantization
+from ..target_model.states import recurrent_caches
 from .acceptance import BatchVerification
 
 FOR_ONE_PROMPT = ("tree", "kv_bits", "input_embeddings")  # as ``speculative_generate_step`` has it

@@ -26,12 +26,12 @@ from ..drafters.batch_drafter import make_batch_drafter
 from ..drafters.seen_text import TextMatch
 from ..drafters.tree import PLAIN, DraftPlan, DraftShape, chains_for
 from ..system.device import fused_rows
-from ..target.cache_view import close_windows
-from ..target.kernels import KernelOptions
-from ..target.probe import batch_mask_axes
-from ..target.ragged import RaggedCaches
-from ..target.states import recurrent_caches
-from ..target.target import Target
+from ..target_model.cache_view import close_windows
+from ..target_model.kernels import KernelOptions
+from ..target_model.probe import batch_mask_axes
+from ..target_model.ragged import RaggedCaches
+from ..target_model.states import recurrent_caches
+from ..target_model.target import Target
 from .acceptance import BatchChoice, BatchRule, BatchVerification
 from .requests import Request, SharedRound
 

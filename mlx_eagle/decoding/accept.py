@@ -16,7 +16,7 @@ import mlx.core as mx
 
 from ..drafters.base import Draft
 from ..drafters.tree import top_k
-from ..target.tree_rows import kept_path
+from ..target_model.tree_rows import kept_path
 from .processors import LogitsProcessors
 from .sampling import Sampler, Sampling
 

@@ -9,7 +9,7 @@ from ..drafters.acceptance_stats import CopySeen
 from ..drafters.seen_text import TextMatch
 from ..drafters.tree import LEAST_MATCHES, PLAIN, DraftPlan, DraftShape
 from ..system.ranks import Relay, is_first
-from ..target.sharding import is_sharded
+from ..target_model.sharding import is_sharded
 from .auto import AdaptiveController
 from .stats import DraftingEvent
 

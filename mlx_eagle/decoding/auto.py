@@ -41,7 +41,7 @@ from ..drafters.tree import (
     DraftPlan,
     DraftShape,
 )
-from ..target.kernels import OptionTrial
+from ..target_model.kernels import OptionTrial
 from .round_costs import Estimate, RoundCosts
 from .stats import OFF, ON, PROBE, DraftingEvent
 

@@ -17,11 +17,11 @@ from ..drafters.acceptance_stats import CopySeen
 from ..drafters.base import Draft, Drafter, PendingPairs
 from ..drafters.copies import Copies
 from ..drafters.tree import NO_PRICES, PLAIN, DraftPlan, DraftShape
-from ..target.cache_view import CacheView, close_windows, open_windows
-from ..target.kernels import KernelOptions
-from ..target.rollback import CacheQuantization, Checkpoint
-from ..target.row_by_row import checkpoint_of_rows, run_rows
-from ..target.target import Target
+from ..target_model.cache_view import CacheView, close_windows, open_windows
+from ..target_model.kernels import KernelOptions
+from ..target_model.rollback import CacheQuantization, Checkpoint
+from ..target_model.row_by_row import checkpoint_of_rows, run_rows
+from ..target_model.target import Target
 from .accept import Choice, Match, Outcome, RowsInTurn, Rule, Verification
 from .draft import propose
 from .processors import LogitsProcessors, ask_grammars

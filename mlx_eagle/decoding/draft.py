@@ -7,7 +7,7 @@ import mlx.core as mx
 
 from ..drafters.base import Draft, Drafter, empty_draft
 from ..drafters.tree import DraftShape
-from ..target.cache_view import CacheView
+from ..target_model.cache_view import CacheView
 from .accept import Choice
 
 

@@ -15,9 +15,9 @@ from ..drafters.base import Drafter, is_drafter
 from ..drafters.copies import Copies, Tokens
 from ..drafters.tree import DraftShape, Tree, chains_for
 from ..system.progress import Progress, silent
-from ..target.cache_view import close_windows
-from ..target.kernels import KernelOptions, OptionTrial
-from ..target.rollback import CacheQuantization
+from ..target_model.cache_view import close_windows
+from ..target_model.kernels import KernelOptions, OptionTrial
+from ..target_model.rollback import CacheQuantization
 from .agreement import agreed
 from .auto import AdaptiveController, FixedController, fixed_controller
 from .decoder import Decoder, Limits
@@ -107,7 +107,7 @@ def speculative_generate_step(
     ``Drafter.with_copies``); by default those that an earlier generation with this drafter left in
     it. They are a hint: wrong ones cost speed, never a token of text.
     ``exact`` computes every row of a verify pass as a plain step is computed, bit for bit; a row
-    then costs about what a plain step costs: see ``target/row_by_row.py``.
+    then costs about what a plain step costs: see ``target_model/row_by_row.py``.
     The progress callback is given how much of the prompt is done and how much there is, in tokens.
 
     Wherever the caller stops, ``prompt_cache`` then holds the prompt and every token yielded,

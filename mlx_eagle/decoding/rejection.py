@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 
 from ..drafters.base import Draft
-from ..target.tree_rows import families
+from ..target_model.tree_rows import families
 from .accept import Verification, drawn, keep_branch, log_softmax, match, normalized
 from .sampling import Sampling
 

@@ -24,8 +24,8 @@ from ..drafters.acceptance_stats import Acceptance, CopyAcceptance
 from ..drafters.base import Drafter
 from ..drafters.tree import LONG_CHAINS, PLAIN, DraftShape
 from ..system.device import product_cost, this_machine, weight_bytes
-from ..target.kernels import KernelOptions
-from ..target.per_model import PerModel
+from ..target_model.kernels import KernelOptions
+from ..target_model.per_model import PerModel
 from .pass_costs import TargetWeights
 
 PRIOR = 1 / 3  # share of first drafts accepted where no text has shown any: heads have .3 to .8

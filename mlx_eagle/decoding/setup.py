@@ -16,10 +16,10 @@ from ..drafters.copies import Copies, Tokens
 from ..drafters.seen_text import GAP
 from ..drafters.tree import TREES, DraftShape, Tree, parse_tree
 from ..system.device import fused_rows, this_machine
-from ..target.probe import check_trees
-from ..target.rollback import CacheQuantization, Checkpoint, check_supported
-from ..target.sharding import in_any_process, is_pipelined, is_sharded
-from ..target.target import Target
+from ..target_model.probe import check_trees
+from ..target_model.rollback import CacheQuantization, Checkpoint, check_supported
+from ..target_model.sharding import in_any_process, is_pipelined, is_sharded
+from ..target_model.target import Target
 from .decoder import Decoder
 from .processors import LogitsProcessor, LogitsProcessors
 from .rules import make_rule

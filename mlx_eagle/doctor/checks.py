@@ -43,8 +43,8 @@ from ..system.device import (
 )
 from ..system.hub import INSIDE, REPO_ID, locate
 from ..system.loading import check_heads, check_target, context_size, read_json
-from ..target.cache_size import cache_bytes
-from ..target.rollback import check_supported
+from ..target_model.cache_size import cache_bytes
+from ..target_model.rollback import check_supported
 from .packages import Finding, check_packages, read_sysctl
 from .speedup import speedup_words
 

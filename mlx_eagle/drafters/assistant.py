@@ -29,9 +29,9 @@ from ..system.fields import (
     shown,
     whole,
 )
-from ..target.cache_view import CacheView
-from ..target.masks_and_ropes import evaluate_ropes
-from ..target.ragged import RaggedCaches
+from ..target_model.cache_view import CacheView
+from ..target_model.masks_and_ropes import evaluate_ropes
+from ..target_model.ragged import RaggedCaches
 from .base import Draft, Pick, Picks, row_at, start_early
 from .batch_drafter import HeadBatchDrafter
 from .feature_drafter import FeatureDrafter

@@ -16,8 +16,8 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
-from ..target.cache_view import CacheView
-from ..target.tree_rows import ancestors
+from ..target_model.cache_view import CacheView
+from ..target_model.tree_rows import ancestors
 from .copies import CopySource
 from .tree import Tree
 

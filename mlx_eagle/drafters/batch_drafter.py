@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
-from ..target.cache_view import CacheView
-from ..target.ragged import RaggedCaches
-from ..target.rollback import Checkpoint
+from ..target_model.cache_view import CacheView
+from ..target_model.ragged import RaggedCaches
+from ..target_model.rollback import Checkpoint
 from .base import BatchDrafter, Drafter, Picks, check_width, empty_draft, start_early
 from .feature_drafter import FeatureDrafter
 from .output_rows import MOST_OF_A_PROMPT

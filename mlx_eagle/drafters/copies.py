@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from ..target.cache_view import single_caches
+from ..target_model.cache_view import single_caches
 from .acceptance_stats import CopySeen
 from .earlier_answers import EarlierAnswers, Scope
 from .seen_text import NO_MATCH, SeenText, TextMatch

@@ -20,8 +20,8 @@ import mlx.nn as nn
 from mlx_lm.models.cache import KVCache, trim_prompt_cache
 from mlx_lm.models.rope_utils import initialize_rope
 
-from ..target.masks_and_ropes import evaluate_ropes
-from ..target.ragged import RaggedCache
+from ..target_model.masks_and_ropes import evaluate_ropes
+from ..target_model.ragged import RaggedCache
 from .base import Draft, Drafter, Pick, PickChildren, Picks, row_at
 from .batch_drafter import HeadBatchDrafter
 from .block_config import BlockConfig, bare_name, config_from, known_tensors, readings

@@ -13,7 +13,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
 from ..system.fields import one_of, whole
-from ..target.ragged import RaggedCache
+from ..target_model.ragged import RaggedCache
 from .block_config import BlockConfig, fields_from, first_slot_from, known_tensors, merged
 from .dflash import BlockAttention, BlockLayer, DFlashDrafter, DFlashHead, block_kind
 from .kind import Tensor, Tensors

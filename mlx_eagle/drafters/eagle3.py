@@ -15,15 +15,15 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache, trim_prompt_cache
 
-from ..target.masks_and_ropes import (
+from ..target_model.masks_and_ropes import (
     BY_LENGTH,
     evaluate_ropes,
     exact_masks,
     find_ropes,
     positions_held,
 )
-from ..target.rollback import Checkpoint
-from ..target.tree_rows import each_itself
+from ..target_model.rollback import Checkpoint
+from ..target_model.tree_rows import each_itself
 from .base import Draft, Drafter, Pick, PickChildren, Picks, index_of, row_at, start_early
 from .batch_drafter import HeadBatchDrafter
 from .feature_drafter import FeatureDrafter

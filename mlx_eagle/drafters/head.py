@@ -5,7 +5,7 @@ arXiv:2401.15077 and 2406.16858; P-EAGLE: arXiv:2602.01469. Which tokens to draf
 ``eagle3.py``.
 
 Attention is over the head's own cache: of one request, m rows, which it appends; or of B requests
-on ragged caches (see ``target/ragged.py``), B times m rows in the same shapes with B in front.
+on ragged caches (``target_model/ragged.py``), B times m rows in the same shapes with B in front.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from mlx_lm.models.cache import KVCache
 from mlx_lm.models.mla import MultiLinear
 from mlx_lm.models.rope_utils import initialize_rope
 
-from ..target.masks_and_ropes import BY_LENGTH
+from ..target_model.masks_and_ropes import BY_LENGTH
 from .config import Eagle3Config
 from .head_cache import DraftOverlay
 
@@ -348,7 +348,7 @@ class Eagle3Head(nn.Module):
     EAGLE-1 heads are the case of a fusion that takes embedding and state, at every step.
 
     Shapes: m rows of one request, h = ``hidden_size``, F = ``num_aux`` times
-    ``target_hidden_size``, Vd = ``draft_vocab_size``. With ragged caches (``target/ragged.py``)
+    ``target_hidden_size``, Vd = ``draft_vocab_size``. On ragged caches (``ragged.py``)
     the rows are those of B requests, (B, m, h) in place of (m, h).
     """
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
-from ..target.cache_view import CacheView
+from ..target_model.cache_view import CacheView
 
 
 class DraftOverlay:

@@ -10,7 +10,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..system.hub import locate
-from ..target.masks_and_ropes import evaluate_ropes
+from ..target_model.masks_and_ropes import evaluate_ropes
 from .base import index_of
 from .config import Eagle3Config
 from .folder import building, fill, quantize_as_stored, read_config, read_weights

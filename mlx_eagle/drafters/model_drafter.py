@@ -10,8 +10,8 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_lm.utils import load as load_model
 
 from ..system.device import set_precision
-from ..target.masks_and_ropes import evaluate_ropes, exact_masks
-from ..target.rollback import Checkpoint, check_supported
+from ..target_model.masks_and_ropes import evaluate_ropes, exact_masks
+from ..target_model.rollback import Checkpoint, check_supported
 from .base import Draft, Drafter, Pick, index_of, row_at, start_early
 from .kind import LoadOptions
 from .target_parts import find_embedding, sizes_of

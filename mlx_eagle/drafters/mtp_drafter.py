@@ -12,9 +12,9 @@ import mlx.nn as nn
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import CacheList, KVCache, trim_prompt_cache
 
-from ..target.masks_and_ropes import evaluate_ropes
-from ..target.stand_in import StandIn
-from ..target.tree_rows import each_itself
+from ..target_model.masks_and_ropes import evaluate_ropes
+from ..target_model.stand_in import StandIn
+from ..target_model.tree_rows import each_itself
 from .base import BatchDrafter, Draft, Pick, PickChildren, row_at, start_early
 from .batch_drafter import HeadBatchDrafter
 from .feature_drafter import FeatureDrafter, last_features

@@ -27,8 +27,8 @@ from ..system.hub import REPO_ID, FileMissing, fetch, read_range, snapshot_of
 from ..system.json_file import read_published, read_weight_map
 from ..system.progress import Bar
 from ..system.safetensors import Entry, header_length, parse_header, read_header
-from ..target.sharding import find_stage
-from ..target.target import Target
+from ..target_model.sharding import find_stage
+from ..target_model.target import Target
 
 Linear = nn.Linear | nn.QuantizedLinear
 Embedding = nn.Embedding | nn.QuantizedEmbedding

@@ -18,8 +18,8 @@ from ..decoding.sampling import Sampler, Sampling, SamplingOptions, sampler_for
 from ..decoding.setup import begin_drafter, open_decoder, read_tree
 from ..drafters.base import NullDrafter
 from ..drafters.tree import Tree
-from ..target.cache_view import close_windows
-from ..target.rollback import CacheQuantization
+from ..target_model.cache_view import close_windows
+from ..target_model.rollback import CacheQuantization
 from .answer_stream import AnswerStream
 from .body import PairArguments
 from .cache_files import Caches

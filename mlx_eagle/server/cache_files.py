@@ -28,7 +28,7 @@ from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
 from ..system.atomic_folder import remove_orphans, try_lock
 from ..system.safetensors import read_header, read_metadata
-from ..target.rollback import check_supported
+from ..target_model.rollback import check_supported
 
 FOLDER_BYTES = 20_000_000_000
 NAME = re.compile(r"[0-9a-f]{32}-[0-9a-f]{8}\.safetensors")  # the last part is ``_checksum``

@@ -29,8 +29,8 @@ from mlx_lm.models.cache import (
 
 from ..batch.requests import Request
 from ..drafters.base import Drafter
-from ..target.cache_view import single_caches
-from ..target.target import Target
+from ..target_model.cache_view import single_caches
+from ..target_model.target import Target
 from .cache_files import FOLDER_BYTES, CacheFolder, Caches, Snapshot, Tokens
 from .metrics import CacheCounts
 

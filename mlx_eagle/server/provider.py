@@ -21,8 +21,8 @@ from ..system.device import set_precision
 from ..system.exit_codes import USER_ERRORS
 from ..system.hub import locate
 from ..system.loading import check_target, context_size, load
-from ..target.probe import check_trees
-from ..target.sharding import in_any_process
+from ..target_model.probe import check_trees
+from ..target_model.sharding import in_any_process
 from .answer_stream import Document, RequestError
 from .body import MAX_TOP, shortened
 from .caches import is_always_trimmable

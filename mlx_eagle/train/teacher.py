@@ -23,7 +23,7 @@ from ..system.atomic_folder import new_file
 from ..system.hub import locate
 from ..system.loading import load, read_json
 from ..system.safetensors import save_arrays
-from ..target.target import Target, find_final_norm
+from ..target_model.target import Target, find_final_norm
 from .batches import TokenBatch
 from .chunks import eval_in_chunks
 from .compiled import padded, softmax

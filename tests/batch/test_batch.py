@@ -31,7 +31,7 @@ from mlx_eagle.decoding.sampling import Sampling
 from mlx_eagle.decoding.stats import OFF, ON
 from mlx_eagle.drafters.lookup import LookupDrafter
 from mlx_eagle.drafters.tree import DraftShape
-from mlx_eagle.target.target import Target
+from mlx_eagle.target_model.target import Target
 
 VOCAB = 258
 WINDOW = 12  # smaller than prompt and text together

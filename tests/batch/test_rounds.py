@@ -26,9 +26,9 @@ from mlx_eagle.drafters.batch_drafter import (
 )
 from mlx_eagle.drafters.eagle3 import ParallelBatchDrafter
 from mlx_eagle.drafters.tree import DraftPlan, DraftShape
-from mlx_eagle.target.ragged import RaggedCaches
-from mlx_eagle.target.states import StateUpdates, recurrent_caches
-from mlx_eagle.target.target import Target
+from mlx_eagle.target_model.ragged import RaggedCaches
+from mlx_eagle.target_model.states import StateUpdates, recurrent_caches
+from mlx_eagle.target_model.target import Target
 
 BY_UPDATE = (
     "bailing_hybrid", "jamba", "lfm2", "mamba", "mamba2", "qwen3_next", "recurrent_gemma",

@@ -30,8 +30,8 @@ from mlx_eagle.drafters.tree import (
     DraftShape,
 )
 from mlx_eagle.system import device
-from mlx_eagle.target.kernels import COUNTED, UNCOUNTED, KernelOptions, OptionTrial
-from mlx_eagle.target.target import Target
+from mlx_eagle.target_model.kernels import COUNTED, UNCOUNTED, KernelOptions, OptionTrial
+from mlx_eagle.target_model.target import Target
 
 ALPHAS = [0.0, 0.25, 0.5, 0.7, 0.85]
 STEEP = curve(lambda k: 1.2 + 0.84 * k)

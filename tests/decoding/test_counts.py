@@ -29,7 +29,7 @@ from mlx_eagle.decoding.decoder import Round
 from mlx_eagle.decoding.generate_step import speculative_generate_step
 from mlx_eagle.decoding.stats import Stats
 from mlx_eagle.drafters.tree import parse_tree
-from mlx_eagle.target.target import Target
+from mlx_eagle.target_model.target import Target
 
 
 @pytest.fixture(scope="module")

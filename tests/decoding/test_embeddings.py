@@ -18,7 +18,7 @@ from mlx_eagle.drafters.base import Drafter
 from mlx_eagle.drafters.lookup import LookupDrafter
 from mlx_eagle.drafters.model_drafter import ModelDrafter
 from mlx_eagle.drafters.target_parts import find_embedding
-from mlx_eagle.target.target import Target
+from mlx_eagle.target_model.target import Target
 
 GEMMA = tiny_gemma3()
 FED = {

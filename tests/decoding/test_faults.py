@@ -17,9 +17,9 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_eagle.decoding.decoder import Round
 from mlx_eagle.decoding.generate_step import speculative_generate_step
 from mlx_eagle.drafters.feature_drafter import last_features
-from mlx_eagle.target.cache_view import WindowCache, single_caches
-from mlx_eagle.target.states import StateUpdates
-from mlx_eagle.target.target import Target
+from mlx_eagle.target_model.cache_view import WindowCache, single_caches
+from mlx_eagle.target_model.states import StateUpdates
+from mlx_eagle.target_model.target import Target
 
 LONG_PROMPT = [*PROMPT, 9, 33, 7, 50, 51, 52]
 PREFILL_STEP = 4

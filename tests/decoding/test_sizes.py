@@ -32,7 +32,7 @@ from tree_drafters import TREE_SCRIPTS, ScriptedTreeDrafter
 import mlx_eagle
 from mlx_eagle.decoding.sampling import Sampling
 from mlx_eagle.drafters.tree import parse_tree
-from mlx_eagle.target import rollback
+from mlx_eagle.target_model import rollback
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 NUM_TOKENS, NEXT = 24, [7, 9, 11]

@@ -31,9 +31,9 @@ from mlx_eagle.decoding.generate_step import speculative_generate_step
 from mlx_eagle.decoding.sampling import Sampling
 from mlx_eagle.drafters.base import Draft
 from mlx_eagle.drafters.tree import TreeShape, parse_tree, rerank, top_k
-from mlx_eagle.target import probe
-from mlx_eagle.target.rollback import Checkpoint
-from mlx_eagle.target.tree_rows import ancestors, kept_path
+from mlx_eagle.target_model import probe
+from mlx_eagle.target_model.rollback import Checkpoint
+from mlx_eagle.target_model.tree_rows import ancestors, kept_path
 
 SHAPES = ["1x4:4", "2x1:2", "2x3:6", "3x4:12", "4x5:16"]
 CACHES = {

@@ -14,7 +14,7 @@ from mlx_eagle.decoding.rejection import Reject, try_in_turn
 from mlx_eagle.decoding.sampling import Sampling
 from mlx_eagle.drafters.base import Draft
 from mlx_eagle.drafters.tree import parse_tree
-from mlx_eagle.target.tree_rows import families
+from mlx_eagle.target_model.tree_rows import families
 
 TREES = ["2x2:3", "2/2+1", "3x2:7", "3/0+2"]
 TEMP = 0.9

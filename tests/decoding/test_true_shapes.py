@@ -16,7 +16,7 @@ from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from mlx_eagle.drafters.config import Eagle3Config
 from mlx_eagle.drafters.eagle3 import Eagle3Drafter
 from mlx_eagle.drafters.head import Eagle3Head
-from mlx_eagle.target.states import recurrent_caches
+from mlx_eagle.target_model.states import recurrent_caches
 
 NARROW = {
     "head_dim": 16, "global_head_dim": 32, "linear_key_head_dim": 32, "linear_value_head_dim": 32,

@@ -38,9 +38,9 @@ from mlx_eagle.drafters.base import Draft
 from mlx_eagle.drafters.kinds import KINDS, load_drafter, recognise
 from mlx_eagle.drafters.pairs import PAIRS as PUBLIC
 from mlx_eagle.drafters.target_parts import TargetSizes
-from mlx_eagle.target.cache_view import CacheView
-from mlx_eagle.target.ragged import RaggedCaches
-from mlx_eagle.target.target import Target
+from mlx_eagle.target_model.cache_view import CacheView
+from mlx_eagle.target_model.ragged import RaggedCaches
+from mlx_eagle.target_model.target import Target
 
 TOLERANCE = 1e-5
 WINDOW = 12  # of the frozen targets, as in tools/golden/make_assistant.py

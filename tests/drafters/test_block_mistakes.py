@@ -15,7 +15,7 @@ from grids import thorough
 from helpers import PROMPT, tiny_llama
 from mlx.utils import tree_flatten
 
-from mlx_eagle.target.target import find_final_norm
+from mlx_eagle.target_model.target import find_final_norm
 
 LLAMA = tiny_llama(num_hidden_layers=6)
 TEXT, SIZE = [*PROMPT, 5], 4

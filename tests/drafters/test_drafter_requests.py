@@ -20,7 +20,7 @@ from mlx_eagle.decoding.generate_step import speculative_generate_step
 from mlx_eagle.decoding.stats import Stats
 from mlx_eagle.drafters.model_drafter import ModelDrafter
 from mlx_eagle.drafters.mtp import MTPDrafter
-from mlx_eagle.target.target import Target
+from mlx_eagle.target_model.target import Target
 
 TURNS = [PROMPT, [9, 33, 7], [12], [50, 51, 52, 53]]
 

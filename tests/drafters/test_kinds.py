@@ -16,7 +16,7 @@ import mlx_eagle
 from mlx_eagle import convert as converter
 from mlx_eagle.drafters.base import Draft, Drafter, NullDrafter
 from mlx_eagle.drafters.kinds import KINDS, is_converted, load_drafter, recognise
-from mlx_eagle.target.cache_view import CacheView
+from mlx_eagle.target_model.cache_view import CacheView
 
 PAGE = ROOT / "docs" / "pages" / "add-a-drafter.md"
 LLAMA, TOKENIZER = tiny_llama(), byte_tokenizer()

@@ -28,7 +28,7 @@ from mlx_eagle.decoding.generate_step import speculative_generate_step
 from mlx_eagle.decoding.sampling import Sampling
 from mlx_eagle.drafters.mtp import MTPDrafter, load_mtp
 from mlx_eagle.drafters.tree import StaticTree, parse_tree
-from mlx_eagle.target.target import Target, find_final_norm
+from mlx_eagle.target_model.target import Target, find_final_norm
 
 TOKENIZER = byte_tokenizer()
 

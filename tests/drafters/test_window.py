@@ -22,7 +22,7 @@ from mlx_eagle.drafters.head_cache import SINKS
 from mlx_eagle.drafters.lookup import LookupDrafter
 from mlx_eagle.drafters.tree import parse_tree
 from mlx_eagle.server.caches import PairCache, prepare
-from mlx_eagle.target.rollback import Checkpoint
+from mlx_eagle.target_model.rollback import Checkpoint
 
 MODEL = tiny_llama()
 NUM_CACHES = len(make_prompt_cache(MODEL))

@@ -14,7 +14,7 @@ from serving import ENDLESS, ours, theirs, write_model, write_tokenizer
 
 from mlx_eagle.batch.rounds import Batch
 from mlx_eagle.drafters.model_drafter import ModelDrafter
-from mlx_eagle.target.target import Target
+from mlx_eagle.target_model.target import Target
 
 DRAFTS = ("model", "head")
 

@@ -14,7 +14,7 @@ from serving import ENDLESS, ours
 
 from mlx_eagle.batch.group import Group
 from mlx_eagle.decoding.decoder import Decoder
-from mlx_eagle.target.target import Target
+from mlx_eagle.target_model.target import Target
 
 LONG = {"prompt": "Once upon a time", "max_tokens": 1500, "logit_bias": ENDLESS, "stream": True}
 CHUNK = 8

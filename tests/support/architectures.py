@@ -49,7 +49,7 @@ from mlx_eagle.decoding.stats import Stats
 from mlx_eagle.drafters.base import Draft, Pick
 from mlx_eagle.drafters.tree import DraftShape, TreeShape
 from mlx_eagle.system.device import this_machine
-from mlx_eagle.target.target import Target
+from mlx_eagle.target_model.target import Target
 
 TABLE = Path(__file__).parents[2] / "docs" / "pages" / "architectures.md"
 PROMPT = [5, 17, 3, 88, 41, 2, 60]

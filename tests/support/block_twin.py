@@ -23,7 +23,7 @@ from mlx_eagle.drafters.dflash2 import DFlash2Config, DFlash2Drafter, DFlash2Hea
 from mlx_eagle.drafters.dspark import DSparkConfig, DSparkDrafter, DSparkHead
 from mlx_eagle.drafters.kinds import load_drafter
 from mlx_eagle.drafters.target_parts import find_embedding, lm_head_of
-from mlx_eagle.target.target import Target
+from mlx_eagle.target_model.target import Target
 
 SIZES = {
     "num_layers": 2,

@@ -216,7 +216,7 @@ SHARED_BY_DRAFTERS = (
 )  # fmt: skip
 RINGS = {
     "reference": 0,
-    **dict.fromkeys(("system", "target", "decoding"), 1),
+    **dict.fromkeys(("system", "target_model", "decoding"), 1),
     **{f"drafters.{name}": 1 for name in (*EAGLE, *SHARED_BY_DRAFTERS)},
     **dict.fromkeys(("drafters", "generate", "batch", "structured"), 2),
 }

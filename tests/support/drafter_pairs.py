@@ -22,7 +22,7 @@ from mlx_eagle.drafters.eagle3 import EagleDrafter
 from mlx_eagle.drafters.lookup import LookupDrafter
 from mlx_eagle.drafters.model_drafter import ModelDrafter
 from mlx_eagle.drafters.mtp import MTPDrafter, make_mtp_head
-from mlx_eagle.target.target import Target
+from mlx_eagle.target_model.target import Target
 
 WINDOW = 8  # of the rotating caches: shorter than any prompt and text together
 

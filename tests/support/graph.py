@@ -19,7 +19,7 @@ from mlx_eagle.decoding.loop import SingleRunner
 from mlx_eagle.decoding.setup import open_decoder
 from mlx_eagle.drafters.base import Drafter
 from mlx_eagle.drafters.tree import LEAST_MATCHES, PLAIN, DraftPlan, DraftShape
-from mlx_eagle.target.rollback import CacheQuantization
+from mlx_eagle.target_model.rollback import CacheQuantization
 
 
 def primitives(*arrays: mx.array) -> Counter:

@@ -14,7 +14,7 @@ import mlx.nn as nn
 import pytest
 
 from mlx_eagle.system.device import Pass, machine_of
-from mlx_eagle.target.target import Target
+from mlx_eagle.target_model.target import Target
 
 GENERATIONS = {
     "M1": "applegpu_g13g", "M2": "applegpu_g14g", "M3": "applegpu_g15g", "M4": "applegpu_g16g",

@@ -30,7 +30,7 @@ from mlx_eagle.decoding.round_costs import costs_of
 from mlx_eagle.decoding.rules import make_rule
 from mlx_eagle.drafters.eagle3 import Eagle3Drafter
 from mlx_eagle.drafters.lookup import LookupDrafter
-from mlx_eagle.target.target import Target
+from mlx_eagle.target_model.target import Target
 
 NUM_TOKENS = 24
 PROMPTS = [PROMPT, [9, 8], [11] * 12]

@@ -18,7 +18,7 @@ from helpers import SIZES, tiny_llama
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 from training import VOCAB, write_model
 
-from mlx_eagle.target.target import Target
+from mlx_eagle.target_model.target import Target
 from mlx_eagle.train.batches import TokenBatch
 from mlx_eagle.train.given import converted, open_given
 from mlx_eagle.train.kinds import TRAINED, filled, student_of

@@ -12,7 +12,7 @@ from mlx_eagle.decoding.decoder import Decoder
 from mlx_eagle.drafters.quantize import pack
 from mlx_eagle.drafters.tree import parse_tree
 from mlx_eagle.system.device import this_machine
-from mlx_eagle.target.probe import check_trees
+from mlx_eagle.target_model.probe import check_trees
 
 
 def packed(inputs: int, outputs: int, dtype: mx.Dtype) -> list[mx.array]:

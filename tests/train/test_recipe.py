@@ -19,7 +19,7 @@ from mlx_eagle.drafters.config import Eagle3Config
 from mlx_eagle.drafters.head import Eagle3Head
 from mlx_eagle.drafters.head_weights import fuse_weights, split_weights
 from mlx_eagle.drafters.target_parts import find_embedding
-from mlx_eagle.target.target import Target
+from mlx_eagle.target_model.target import Target
 from mlx_eagle.train import chunks, compiled, optimizer
 from mlx_eagle.train.batches import TokenBatch, padded_length
 from mlx_eagle.train.compiled import is_compiled

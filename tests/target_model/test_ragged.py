@@ -6,8 +6,8 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
-from mlx_eagle.target.cache_view import STEP
-from mlx_eagle.target.ragged import SLACK, RaggedCaches, can_share
+from mlx_eagle.target_model.cache_view import STEP
+from mlx_eagle.target_model.ragged import SLACK, RaggedCaches, can_share
 
 HEADS, SIZE = 2, 8
 

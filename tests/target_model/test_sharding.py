@@ -10,7 +10,7 @@ from helpers import tiny_llama
 from ranks import run_ranks
 from sharded import CASES
 
-from mlx_eagle.target.sharding import find_stage, is_pipelined, is_sharded
+from mlx_eagle.target_model.sharding import find_stage, is_pipelined, is_sharded
 
 FEW = "tensor, llama/few"  # ways of writing
 

@@ -11,7 +11,7 @@ from mlx_eagle.convert import convert
 from mlx_eagle.drafters.kinds import load_drafter
 from mlx_eagle.drafters.model_drafter import ModelDrafter
 from mlx_eagle.drafters.tree import parse_tree
-from mlx_eagle.target.target import Target
+from mlx_eagle.target_model.target import Target
 
 NUM_TOKENS = 14
 PROMPTS = [PROMPT, PROMPT[::-1], [9, 33, 7], [50, 51, 52, 3]]

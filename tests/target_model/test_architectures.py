@@ -22,7 +22,7 @@ from architectures import (
 from grids import thorough
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_eagle.target.target import Target
+from mlx_eagle.target_model.target import Target
 
 TABLE = recorded()
 # Of several kinds of caches and of what works; test_promises.py has the common ones too.

@@ -25,10 +25,10 @@ from mlx_eagle.decoding.loop import Pipeline, SingleRunner
 from mlx_eagle.decoding.setup import open_decoder
 from mlx_eagle.drafters.tree import DraftShape, TreeShape
 from mlx_eagle.system.device import fused_rows
-from mlx_eagle.target.attention import find_attention
-from mlx_eagle.target.kernels import KernelOptions
-from mlx_eagle.target.rollback import CacheQuantization
-from mlx_eagle.target.target import Target
+from mlx_eagle.target_model.attention import find_attention
+from mlx_eagle.target_model.kernels import KernelOptions
+from mlx_eagle.target_model.rollback import CacheQuantization
+from mlx_eagle.target_model.target import Target
 
 MODELS = {
     "plain": (lambda: tiny_llama(**CROWDED), lambda: KVCache()),

@@ -9,7 +9,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_eagle.doctor import checks
-from mlx_eagle.target.cache_size import cache_bytes
+from mlx_eagle.target_model.cache_size import cache_bytes
 
 ALLOCATED = 256  # tokens, mlx-lm's caches grow by as many at a time
 VARIED = ("llama", "deepseek_v3", "qwen3_next", "gpt_oss", "gemma3_text", "deepseek_v41")

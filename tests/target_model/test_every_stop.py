@@ -17,7 +17,7 @@ from tree_drafters import ScriptedTreeDrafter
 
 from mlx_eagle.decoding.generate_step import speculative_generate_step
 from mlx_eagle.drafters.tree import TreeShape
-from mlx_eagle.target.cache_view import WindowCache, single_caches
+from mlx_eagle.target_model.cache_view import WindowCache, single_caches
 
 TABLE = recorded()
 NAMES = sorted({*RECURRENT, *WINDOWED} & ARCHITECTURES.keys())

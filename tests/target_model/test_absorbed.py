@@ -16,10 +16,10 @@ from tolerances import tolerance
 
 from mlx_eagle.drafters.mtp import make_mtp_head
 from mlx_eagle.drafters.mtp_drafter import MTPDrafter
-from mlx_eagle.target.cache_view import single_caches
-from mlx_eagle.target.ragged import RaggedCaches
-from mlx_eagle.target.target import Target
-from mlx_eagle.target.tree_rows import ancestors
+from mlx_eagle.target_model.cache_view import single_caches
+from mlx_eagle.target_model.ragged import RaggedCaches
+from mlx_eagle.target_model.target import Target
+from mlx_eagle.target_model.tree_rows import ancestors
 
 LATENT = [
     "bailing_hybrid", "bailing_moe_v3", "deepseek_v3", "deepseek_v32", "glm4_moe_lite",

@@ -20,10 +20,10 @@ from mlx_eagle.decoding.decoder import Limits
 from mlx_eagle.decoding.loop import SingleRunner
 from mlx_eagle.decoding.setup import open_decoder
 from mlx_eagle.drafters.tree import DraftPlan, DraftShape
-from mlx_eagle.target.probe import cuts_states_by_text
-from mlx_eagle.target.rollback import CacheQuantization, Checkpoint
-from mlx_eagle.target.states import StateRecorder, StateUpdates, recurrent_caches
-from mlx_eagle.target.target import Target
+from mlx_eagle.target_model.probe import cuts_states_by_text
+from mlx_eagle.target_model.rollback import CacheQuantization, Checkpoint
+from mlx_eagle.target_model.states import StateRecorder, StateUpdates, recurrent_caches
+from mlx_eagle.target_model.target import Target
 
 QUICK = ("baichuan_m1", "jamba", "longcat_flash_ngram", "qwen3_next", "rwkv7")
 NUM_ROWS = 5

@@ -37,8 +37,8 @@ from mlx_lm.models.cache import (
 )
 
 from mlx_eagle.decoding.generate_step import speculative_generate_step
-from mlx_eagle.target import cache_view
-from mlx_eagle.target.rollback import Checkpoint
+from mlx_eagle.target_model import cache_view
+from mlx_eagle.target_model.rollback import Checkpoint
 
 WINDOW = 12  # smaller than prompt + text: crossed early in every test below
 LAYERS = SIZES["num_hidden_layers"]

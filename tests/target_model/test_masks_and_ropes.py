@@ -20,8 +20,8 @@ from tree_drafters import TREE_SCRIPTS, ScriptedTreeDrafter
 
 from mlx_eagle.drafters.head import DraftAttention
 from mlx_eagle.drafters.tree import TreeShape
-from mlx_eagle.target.masks_and_ropes import named_modules
-from mlx_eagle.target.probe import check_trees
+from mlx_eagle.target_model.masks_and_ropes import named_modules
+from mlx_eagle.target_model.probe import check_trees
 
 LIMIT = 24  # positions the tiny models say they were trained for; texts run past it
 ROPES = {

@@ -24,11 +24,11 @@ from mlx_eagle.drafters.eagle3 import Eagle3Drafter
 from mlx_eagle.drafters.head import Eagle3Head
 from mlx_eagle.drafters.tree import parse_tree
 from mlx_eagle.system.device import fused_rows
-from mlx_eagle.target.attention import AttentionParts, attend_in_parts
-from mlx_eagle.target.cache_view import open_windows
-from mlx_eagle.target.ragged import RaggedCaches
-from mlx_eagle.target.rollback import Checkpoint
-from mlx_eagle.target.target import Target
+from mlx_eagle.target_model.attention import AttentionParts, attend_in_parts
+from mlx_eagle.target_model.cache_view import open_windows
+from mlx_eagle.target_model.ragged import RaggedCaches
+from mlx_eagle.target_model.rollback import Checkpoint
+from mlx_eagle.target_model.target import Target
 
 VOCAB = 8192  # as for all of more than 4096, the output matrix is a wide one
 SIZES = {
