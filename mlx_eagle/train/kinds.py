@@ -18,7 +18,7 @@ from ..drafters.mtp import FLOAT32
 from ..drafters.pairs import drafters_for
 from ..drafters.target_parts import activation_dtype, find_embedding
 from ..system.cli_values import flag_of
-from . import assistant, dflash, eagle3, mtp
+from . import assistant, block, dflash, dflash2, dspark, eagle3, mtp
 from .data import Examples
 from .given import Given, converted, open_given
 from .lora import add_lora, train_only
@@ -28,6 +28,8 @@ from .settings import TrainSettings
 from .student import Student
 
 LORA_RATE = 2e-4  # learning rate of lora, whatever the kind
+WHOLE = ("norm", "embed_tokens", "markov_head", "confidence_head", "candidate_selector")
+"""Parts of heads that lora leaves as they are."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,17 @@ LORA = ("fine_tune_type", "lora_rank", "lora_scale")
 EAGLE = ("draft_vocab_size", "aux_layers", "intermediate_size", "cache_features", "cache_bits")
 SHAPE = ("block_size", "mask_token_id", "num_layers", "intermediate_size")
 CHAINS = ("ttt_steps", "step_decay", "labels", *LORA)
+BLOCKS = ("labels", "anchors", "position_weights", "gamma", "loss_divisor", *SHAPE, *LORA)
+DPACE: dict[str, Any] = {
+    "learning_rate": 5e-5,
+    "warmup": 0.04,
+    "max_grad_norm": 1.0,
+    "loss": "ce",
+    "labels": "argmax",
+    "anchors": 128,
+    "position_weights": "dpace",
+    "loss_divisor": "rows",
+}
 TRAINED: dict[str, TrainedKind] = {
     "eagle3": TrainedKind(
         defaults={
@@ -101,21 +114,37 @@ TRAINED: dict[str, TrainedKind] = {
         losses=("kl", "ce"),
     ),
     "dflash": TrainedKind(
-        dflash.BlockRecipe,
-        dflash.is_trained,
-        defaults={
-            "learning_rate": 5e-5,
-            "warmup": 0.04,
-            "max_grad_norm": 1.0,
-            "loss": "ce",
-            "labels": "argmax",
-            "anchors": 128,
-            "position_weights": "dpace",
-            "loss_divisor": "rows",
-        },
-        flags=("labels", "anchors", "position_weights", "gamma", "loss_divisor", *SHAPE, *LORA),
+        dflash.DFlashRecipe,
+        block.is_trained,
+        defaults=DPACE,
+        flags=BLOCKS,
         losses=("ce",),
-        write_fresh=dflash.write_fresh,
+        write_fresh=dflash.write_new,
+        fresh_rate=6e-4,
+    ),
+    "dspark": TrainedKind(
+        dspark.DSparkRecipe,
+        block.is_trained,
+        defaults=DPACE
+        | {
+            "loss": "ce-l1",
+            "labels": "text",
+            "position_weights": "decay",
+            "gamma": 4.0,
+            "loss_divisor": "weights",
+        },
+        flags=BLOCKS,
+        losses=("ce-l1", "kl"),
+        write_fresh=dspark.write_new,
+        fresh_rate=6e-4,
+    ),
+    "dflash2": TrainedKind(
+        dflash2.DFlash2Recipe,
+        block.is_trained,
+        defaults=DPACE,
+        flags=BLOCKS,
+        losses=("ce",),
+        write_fresh=dflash2.write_new,
         fresh_rate=6e-4,
     ),
 }
@@ -159,6 +188,11 @@ def filled(settings: TrainSettings, kind: str) -> TrainSettings:
             f"--loss is {settings.loss}, and {KINDS[kind].title} is trained with one of "
             f"{', '.join(row.losses)}: give one of these."
         )
+    if settings.position_weights == "dpace" and "ce" not in row.losses:
+        raise ValueError(
+            f"--position-weights is dpace, which goes by cross-entropy, and {KINDS[kind].title} "
+            "is not trained with that alone: give decay."
+        )
     defaults = dict(row.defaults)
     if settings.init is None and row.fresh_rate is not None:
         defaults["learning_rate"] = row.fresh_rate
@@ -166,6 +200,8 @@ def filled(settings: TrainSettings, kind: str) -> TrainSettings:
         defaults["learning_rate"] = LORA_RATE
     if settings.position_weights == "decay":
         defaults["loss_divisor"] = "weights"
+    if settings.loss == "kl" and "loss_divisor" in defaults:
+        defaults["loss_divisor"] = "rows"
     missing = {k: v for k, v in defaults.items() if getattr(settings, k) is None}
     return replace(settings, kind=kind, **missing)
 
@@ -183,7 +219,7 @@ def student_of(settings: TrainSettings, given: Given, model: nn.Module) -> Stude
     wanted = {name for name in names if row.is_trained(head, model, given, name)}
     train_only(head, wanted.__contains__)
     if is_lora:
-        matrices = {name for name in wanted if name.split(".")[0] not in ("norm", "embed_tokens")}
+        matrices = {name for name in wanted if name.split(".")[0] not in WHOLE}
         add_lora(head, matrices.__contains__, settings.lora_rank, settings.lora_scale)
     dtype = activation_dtype(find_embedding(model)[0])
     trained = {name for name, _ in tree_flatten(head.trainable_parameters())}
@@ -197,7 +233,7 @@ def student_of(settings: TrainSettings, given: Given, model: nn.Module) -> Stude
     ids = drafter.to_target
     _, vocab_size = find_embedding(model)
     drafted = mx.arange(vocab_size, dtype=mx.int32) if ids is None else ids
-    return Student(head, drafter.embed, drafter.taps, drafted, dtype)
+    return Student(head, drafter.embed, drafter.taps, drafted, dtype, drafter)
 
 
 def needs_for(settings: TrainSettings, student: Student) -> NeedsOf:
@@ -221,12 +257,12 @@ def fresh(settings: TrainSettings, write: Callable[..., None], *about: Any) -> G
 def warn_of_few(settings: TrainSettings, examples: Examples) -> None:
     """Say that a fresh drafter of blocks needs more answers, and where there are others."""
     num = sum(example.num_answer for example in examples.train)
-    if num < dflash.ENOUGH and mx.distributed.init().rank() == 0:
+    if num < block.ENOUGH and mx.distributed.init().rank() == 0:
         name, published = drafters_for([settings.model])
         known = f", such as {' or '.join(published[:3])} for {name}" if published else ""
         print(
             f"Warning: {num} tokens of answers are few for a fresh drafter of blocks, which wants "
-            f"{dflash.ENOUGH / 1e6:.0f} million and more: begin with a published one by --init"
+            f"{block.ENOUGH / 1e6:.0f} million and more: begin with a published one by --init"
             f"{known}."
         )
 

@@ -8,7 +8,7 @@ import mlx.core as mx
 from ..system.cli_values import LARGEST, Range, check_ranges, flag_of, layer_numbers
 from ..system.device import DTYPES
 
-LOSSES = ("ce", "kl", "lk-alpha", "lk-lambda")
+LOSSES = ("ce", "kl", "lk-alpha", "lk-lambda", "ce-l1")
 TEMPERATURES = (0.0, 0.6, 1.0)
 CACHE_BITS = 8  # with fewer, other weights are learnt
 
@@ -152,7 +152,7 @@ class TrainSettings:
     loss: str | None = setting(
         None,
         "ce: cross-entropy; kl: divergence from the target; lk-alpha, lk-lambda: acceptance "
-        "losses (default: by kind).",
+        "losses; ce-l1: a tenth of ce, and distance from the target (default: by kind).",
         choices=LOSSES,
     )
     labels: str | None = setting(

@@ -34,7 +34,7 @@ class Student:
     ``head`` is an ``Eagle3Head``, or the module of another kind of drafter. ``embed`` maps
     tokens (...,) to (..., h); ``taps`` are the target's layers whose inputs it reads; ``ids``
     (Vd,) int32 are the target ids of the tokens that it can draft; ``dtype``, the target's, is
-    the type that it computes in.
+    the type that it computes in. ``drafter``, of other kinds, is the one around the head.
     """
 
     head: Any
@@ -42,6 +42,7 @@ class Student:
     taps: tuple[int, ...]
     ids: mx.array
     dtype: mx.Dtype
+    drafter: Any = None
 
     @property
     def num_parameters(self) -> int:

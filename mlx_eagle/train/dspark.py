@@ -1,0 +1,74 @@
+"""Training of DSpark heads: of what is accepted, and of how sure the head is of it.
+
+DeepSpec, modeling/dspark/loss.py: .1 of cross-entropy and .9 of the L1 distance from the target's
+distribution, and cross-entropy of the confidence head with the share that would be accepted.
+Before each slot stands the text's token.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from ..drafters.dspark import DSparkConfig, DSparkHead
+from .block import BlockRecipe, entropies, fresh_fields, layer_values, write_fresh
+from .chunks import Arrays
+from .compiled import softmax
+from .settings import TrainSettings
+
+OF_ENTROPY = 0.1  # share of cross-entropy in the loss of a slot
+RANK = 256  # of a fresh head's Markov head
+LEAST = 1e-30  # in place of a probability of 0, whose logarithm is taken
+
+
+class DSparkRecipe(BlockRecipe):
+    """A DSpark head, with its Markov head of any kind, and its confidence head if it has one."""
+
+    parts = ("markov_head", "confidence_head")
+
+    def compare(
+        self, states: mx.array, before: mx.array, labels: mx.array, final: mx.array
+    ) -> Arrays:
+        drafter = self.drafter
+        slots = drafter.slots(states)
+        carried = drafter.start(len(states))
+        rows = []
+        for slot in range(self.depth):
+            own = (part[:, slot] for part in slots)
+            logits, carried = drafter.after(before[:, slot], carried, *own)
+            rows.append(logits)
+        logits = mx.stack(rows, axis=1).astype(mx.float32)
+        probs = softmax(self.teacher.output(final).astype(mx.float32))
+        logs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        apart = mx.abs(probs - mx.exp(logs)).sum(axis=-1)
+        if self.settings.loss == "kl":
+            loss = (probs * (mx.log(mx.maximum(probs, LEAST)) - logs)).sum(axis=-1)
+        else:
+            loss = OF_ENTROPY * entropies(logits, labels) + (1 - OF_ENTROPY) * apart
+        sure = drafter.confidence_logits(states, before)
+        if sure is None:
+            return [loss]
+        kept = mx.stop_gradient(1 - apart / 2)
+        return [loss, mx.logaddexp(0, sure) - kept * sure]
+
+
+def write_new(folder: Path, settings: TrainSettings, *target: Any) -> None:
+    """Write a new head for a ``target`` (see ``fresh_fields``), as speculators publishes them."""
+    fields = fresh_fields(settings, *target)
+    rank = min(RANK, fields["hidden_size"])
+    config = DSparkConfig(**fields, first_slot=0, markov_rank=rank, confidence="markov")
+    proposal = {"proposal_type": "greedy", "speculative_tokens": config.longest_draft}
+    values = {
+        "architectures": ["DSparkDraftModel"],
+        "speculators_model_type": "dspark",
+        "speculators_config": {"algorithm": "dspark", "proposal_methods": [proposal]},
+        "transformer_layer_config": layer_values(config),
+        "aux_hidden_state_layer_ids": list(config.taps),
+        "mask_token_id": config.mask_token_id,
+        "block_size": config.block_size,
+        "draft_vocab_size": config.draft_vocab_size,
+        "sample_from_anchor": True,
+        "markov_rank": rank,
+        "markov_head_type": config.markov_kind,
+    }
+    write_fresh(folder, DSparkHead(config), settings.seed, values)
