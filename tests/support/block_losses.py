@@ -1,4 +1,4 @@
-"""Losses of drafters of blocks by plain loops, a block, a row and a head at a time.
+"""Losses of drafters of blocks by plain loops, a block and a row at a time.
 
 Written from the papers and trainers (DFlash, speculators' DFlash2, DeepSpec's DSpark). Nothing is
 shared with the product but its configs and the names of its weights.
@@ -96,14 +96,14 @@ class NaiveBlocks:
         keys = placed(heads(context, "k", c.num_kv_heads), "k", 0)
         keys += placed(heads(x, "k", c.num_kv_heads), "k", anchor)
         values = [*heads(context, "v", c.num_kv_heads), *heads(x, "v", c.num_kv_heads)]
+        group = mx.arange(c.num_heads) // (c.num_heads // c.num_kv_heads)
         out = []
         for r, query in enumerate(queries):
             seen = [k for k in range(len(keys)) if self.sees(i, anchor + r, k, anchor)]
-            for head in range(c.num_heads):
-                group = head // (c.num_heads // c.num_kv_heads)
-                scores = [(keys[k][group] * query[head]).sum() for k in seen]
-                shares = mx.softmax(mx.stack(scores) * c.head_dim**-0.5)
-                out.append(shares @ mx.stack([values[k][group] for k in seen]))
+            own_keys = mx.stack([keys[k] for k in seen])[:, group]
+            scores = (own_keys * query).sum(axis=-1) * c.head_dim**-0.5
+            shares = mx.softmax(scores, axis=0)[..., None]
+            out.append((shares * mx.stack([values[k] for k in seen])[:, group]).sum(axis=0))
         return mx.stack(out).reshape(len(x), -1) @ self.w[f"{name}o_proj.weight"].T
 
     def sees(self, layer: int, query: int, key: int, anchor: int) -> bool:

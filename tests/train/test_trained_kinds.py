@@ -9,6 +9,7 @@ import mlx_lm
 import numpy as np
 import pytest
 from grids import thorough
+from helpers import SIZES
 from mlx.utils import tree_flatten, tree_unflatten
 from tolerances import tolerance
 from trained_kinds import (
@@ -26,9 +27,11 @@ from mlx_eagle.drafters.kinds import KINDS
 from mlx_eagle.drafters.pairs import pairs_for
 from mlx_eagle.system.cli_values import flag_of
 from mlx_eagle.train import train
+from mlx_eagle.train.dflash2 import write_new as write_dflash2
 from mlx_eagle.train.given import converted, known_drafter, open_given
 from mlx_eagle.train.kinds import TRAINED
 from mlx_eagle.train.optimizer import TrainStep
+from mlx_eagle.train.settings import TrainSettings
 
 BOUND = {"assistant": 5e-5}  # of all others 2e-5
 LOSSES = [
@@ -89,7 +92,7 @@ def test_losses_and_gradients_are_those_by_hand(each, checkpoint, tmp_path):
     kind, options, changes = each
     case = CASES[kind](tmp_path, **changes)
     case.kind = kind
-    options = options | ({"anchors": 4} if kind in BLOCKS else {})
+    options = options | ({"anchors": 2} if kind in BLOCKS else {})
     recipe = recipe_of(case, kind, grad_checkpoint=checkpoint, **options)
     batch = some_batch()
     losses, gradients = learnt(recipe, batch)
@@ -171,8 +174,10 @@ def test_a_drafter_learns_and_texts_stay_the_targets(case, data, tmp_path, capsy
     said = capsys.readouterr().out
     assert "Mean acceptance length (tau) before and after" in said
     assert report.generated.lengths[-1] > report.before.lengths[-1] + 0.3
-    # Teacher-forced figures are those of greedy decoding of the same texts.
-    assert report.evaluation.lengths == pytest.approx(report.generated.lengths)
+    # Teacher-forced figures are those of greedy decoding of the same texts, but that a shorter
+    # draft of a block is made of fewer masks.
+    bound = 0.05 if case.kind in BLOCKS else 1e-6
+    assert report.evaluation.lengths == pytest.approx(report.generated.lengths, rel=bound)
     model, tokenizer = mlx_lm.load(str(case.target))
     drafter = mlx_eagle.load_drafter(out, model)
     for prompt in ("say 1", "dog"):
@@ -190,7 +195,12 @@ def test_a_drafter_learns_and_texts_stay_the_targets(case, data, tmp_path, capsy
 REFUSED = {
     "fresh": ({"kind": "mtp"}, "no fresh MTP layer is trained"),
     "another kind": ({"kind": "dflash", "init": "mtp"}, "--kind is dflash, and .* an MTP layer"),
-    "not trained": ({"kind": "dspark"}, "--kind is dspark, and only eagle3, .* are trained"),
+    "not trained": ({"kind": "medusa"}, "--kind is medusa, and only eagle3, .* are trained"),
+    "weights": ({"init": "dspark", "position_weights": "dpace"}, "dpace, which goes by cross-en"),
+    "steps": ({"init": "dflash2", "ttt_steps": 3}, "--ttt-steps is not for a DFlash2 head"),
+    "reduced": ({"init": "dflash2", "draft_vocab_size": 64}, "--draft-vocab-size is not for a DF"),
+    "entropy": ({"init": "dspark", "loss": "ce"}, "--loss is ce, and a DSpark head is"),
+    "float16": ({"init": "dflash2", "dtype": "float16"}, "give --dtype bfloat16 or float32"),
     "anchors": ({"init": "mtp", "anchors": 4}, "--anchors is not for an MTP layer"),
     "vocabulary": ({"init": "mtp", "draft_vocab_size": 64}, "--draft-vocab-size is not for"),
     "loss": ({"init": "mtp", "loss": "lk-alpha"}, "--loss is lk-alpha, and an MTP layer is"),
@@ -215,7 +225,7 @@ def refused(tmp_path_factory):
 def test_what_cannot_be_trained_costs_one_sentence(what, refused, data, tmp_path):
     options, sentence = REFUSED[what]
     kind = options.get("init", "mtp")
-    target = refused[kind if kind in ("mtp", "dflash") else "mtp"].target
+    target = refused[kind if kind in BLOCKS else "mtp"].target
     init = refused[kind].given if kind in refused and "init" in options else options.get("init")
     run = {**options, "init": None if init is None else str(init), "iters": 1, "batch_size": 2}
     with pytest.raises(ValueError, match=sentence) as found:
@@ -270,19 +280,29 @@ def test_auto_finds_what_is_known_of_the_base_of_a_fine_tune(tmp_path):
     assert known[known_drafter(str(target), only)] == "dflash"
 
 
-def test_a_fresh_head_of_blocks_learns(refused, data, tmp_path):
-    """It keeps the sizes of its target, and comes out in z-lab's layout too."""
-    run = {**RUN, "iters": 3, "test_prompts": 0, "regenerate": False, "val_batches": 0}
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_a_fresh_head_of_blocks_learns(kind, refused, data, tmp_path):
+    """It keeps the sizes of its target, and comes out as it would be published."""
+    run = {**RUN, "iters": 1, "test_prompts": 0, "regenerate": False, "val_batches": 0}
     out = tmp_path / "out"
-    options = {"kind": "dflash", "block_size": 4, "mask_token_id": 3, "num_layers": 2}
-    train(str(refused["dflash"].target), str(data), str(out), **options, **run)
-    model, tokenizer = mlx_lm.load(str(refused["dflash"].target))
+    options = {"kind": kind, "block_size": 4, "mask_token_id": 3, "num_layers": 2}
+    train(str(refused[kind].target), str(data), str(out), **options, **run)
+    model, tokenizer = mlx_lm.load(str(refused[kind].target))
     drafter = mlx_eagle.load_drafter(out, model)
     plain = mlx_lm.generate(model, tokenizer, "say", max_tokens=8)
     assert mlx_eagle.generate(model, tokenizer, "say", max_tokens=8, draft_model=drafter) == plain
-    assert drafter.longest_draft == 3
+    assert drafter.longest_draft == (4 if kind == "dspark" else 3)
     config = json.loads((out / "published" / "config.json").read_text())
-    assert config["dflash_config"]["mask_token_id"] == 3 and config["block_size"] == 4
+    assert config.get("dflash_config", config)["mask_token_id"] == 3 and config["block_size"] == 4
+    again = open_given(str(out / "published"), str(refused[kind].target))
+    assert again.kind == kind
+    if kind == "dflash2":  # nothing is mixed before it learns
+        new = tmp_path / "new"
+        write_dflash2(new, TrainSettings("", "", "", **options), model, SIZES, tokenizer)
+        convolution = mx.load(str(new / "model.safetensors"))
+        kernel = convolution["layers.1.mlp_conv.base_kernel"]
+        assert kernel.shape == (2, 2, 64) and kernel[:, 0].min() == 1 and kernel[:, 1].max() == 0
+        assert not convolution["layers.1.mlp_conv.kernel_projection.weight"].any()
 
 
 def test_kinds_that_are_trained_are_kinds():
