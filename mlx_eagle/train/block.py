@@ -176,6 +176,8 @@ class BlockRecipe(GivenRecipe):
 
     parts: tuple[str, ...] = ()
     """Parts of the head that ``compare`` uses."""
+    spread: int = 1
+    """Arrays that ``compare`` makes where cross-entropy makes one."""
 
     def __init__(self, settings: TrainSettings, student: Student, model: nn.Module, given: Given):
         super().__init__(settings, student, model, given)
@@ -269,7 +271,7 @@ class BlockRecipe(GivenRecipe):
             before, labels, places = (x[begin : begin + len(rows[0])] for x in slots)
             return self.compare(rows[0], before, labels, self._final(features, places))
 
-        size = max(1, chunk_rows(len(self.student.ids)) // self.depth)
+        size = max(1, chunk_rows(self.spread * len(self.student.ids)) // self.depth)
         found = with_weights(head, self.parts, compare, [states], size, again=False)
         asked = given.asked.reshape(-1, self.depth)
         weights = mx.stop_gradient(self._position_weights(found[0], asked))

@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..drafters.dspark import DSparkConfig, DSparkHead
-from .block import BlockRecipe, entropies, fresh_fields, layer_values, write_fresh
+from .block import BlockRecipe, fresh_fields, layer_values, write_fresh
 from .chunks import Arrays
 from .compiled import softmax
 from .settings import TrainSettings
@@ -25,17 +25,19 @@ class DSparkRecipe(BlockRecipe):
     """A DSpark head, with its Markov head of any kind, and its confidence head if it has one."""
 
     parts = ("markov_head", "confidence_head")
+    spread = 2
 
     def compare(
         self, states: mx.array, before: mx.array, labels: mx.array, final: mx.array
     ) -> Arrays:
         drafter = self.drafter
-        slots = drafter.slots(states)
+        # Split at once: the gradient of each separate slice would be as large as all of them.
+        slots = zip(*(mx.split(x, self.depth, axis=1) for x in drafter.slots(states)), strict=True)
         carried = drafter.start(len(states))
         rows = []
-        for slot in range(self.depth):
-            own = (part[:, slot] for part in slots)
-            logits, carried = drafter.after(before[:, slot], carried, *own)
+        for slot, own in enumerate(slots):
+            tokens = before[:, slot]
+            logits, carried = drafter.after(tokens, carried, *(part[:, 0] for part in own))
             rows.append(logits)
         logits = mx.stack(rows, axis=1).astype(mx.float32)
         probs = softmax(self.teacher.output(final).astype(mx.float32))
@@ -44,7 +46,8 @@ class DSparkRecipe(BlockRecipe):
         if self.settings.loss == "kl":
             loss = (probs * (mx.log(mx.maximum(probs, LEAST)) - logs)).sum(axis=-1)
         else:
-            loss = OF_ENTROPY * entropies(logits, labels) + (1 - OF_ENTROPY) * apart
+            said = mx.take_along_axis(logs, labels[..., None], axis=-1)[..., 0]
+            loss = (1 - OF_ENTROPY) * apart - OF_ENTROPY * said
         sure = drafter.confidence_logits(states, before)
         if sure is None:
             return [loss]

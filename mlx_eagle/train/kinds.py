@@ -238,11 +238,12 @@ def student_of(settings: TrainSettings, given: Given, model: nn.Module) -> Stude
 
 def needs_for(settings: TrainSettings, student: Student) -> NeedsOf:
     """Return the estimate of what training this student takes."""
-    needs = TRAINED[str(settings.kind)].needs
+    row: Any = TRAINED[str(settings.kind)]
+    needs: NeedsOf = row.needs
     if settings.anchors is None:
         return needs
-    blocks = {"blocks": settings.anchors, "block_size": student.head.config.block_size}
-    return partial(needs_of_drafter, **blocks)
+    sizes = {"block_size": student.head.config.block_size, "spread": row.recipe.spread}
+    return partial(needs_of_drafter, blocks=settings.anchors, **sizes)
 
 
 def fresh(settings: TrainSettings, write: Callable[..., None], *about: Any) -> Given:

@@ -181,14 +181,14 @@ class TrainSettings:
     position_weights: str | None = setting(
         None,
         "Weights by position in a block: dpace, by how likely it is to be reached; decay, by "
-        "exp(-k / gamma) (default dpace).",
+        "exp(-k / gamma) (default: by kind).",
         choices=("dpace", "decay"),
     )
     gamma: float | None = setting(None, "Positions in which decay falls by e (default: by block).")
     loss_divisor: str | None = setting(
         None,
         "Divisor of a block's losses: the sum of weights, the number of rows, or of texts "
-        "(default rows; with decay, weights).",
+        "(default rows; with decay weights, but with kl rows).",
         choices=("weights", "rows", "texts"),
     )
     kl_scale: float = setting(1.0, "lk-lambda: share of cross-entropy where nothing is accepted.")
