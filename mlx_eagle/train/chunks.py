@@ -1,6 +1,7 @@
 """Computing in chunks of rows, so that the largest arrays of a step never exist as a whole."""
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -72,7 +73,9 @@ def in_chunks(
         return joined(made)
 
     @run.vjp
-    def gradient(arrays: Arrays, cotangents: Arrays, _: Arrays) -> Arrays:
+    def gradient(primals: Any, cotangents: Arrays, _: Arrays) -> Arrays:
+        # One array alone is not given as a list.
+        arrays = [primals] if isinstance(primals, mx.array) else primals
         made: list[Arrays] = []
         sums: Arrays = []
         for begin, end in spans:
