@@ -36,6 +36,14 @@ BLOCK = 16  # slots of a fresh head's block
 SPREAD = 0.02  # standard deviation of a fresh head's matrices
 ENOUGH = 20e6  # tokens of answers that a fresh head should see, at least
 AT_ONCE = 64  # blocks of a text in an evaluation
+SAME = (
+    "hidden_size",
+    "head_dim",
+    "intermediate_size",
+    "vocab_size",
+    "rms_norm_eps",
+    "rope_theta",
+)  # fields that published configs call the same
 FROZEN = ("embed_tokens.", "lm_head.", "attention_sink_bias", "layer_scalar")
 
 
@@ -100,19 +108,12 @@ def write_fresh(
 
 def layer_values(config: BlockConfig) -> dict[str, Any]:
     """Return the part of a published config that says what the layers are."""
-    c = config
-    return {
+    return {name: getattr(config, name) for name in SAME} | {
         "model_type": "qwen3",
-        "hidden_size": c.hidden_size,
-        "num_hidden_layers": c.num_layers,
-        "num_attention_heads": c.num_heads,
-        "num_key_value_heads": c.num_kv_heads,
-        "head_dim": c.head_dim,
-        "intermediate_size": c.intermediate_size,
-        "vocab_size": c.vocab_size,
-        "rms_norm_eps": c.rms_norm_eps,
-        "rope_theta": c.rope_theta,
-        "layer_types": ["full_attention"] * c.num_layers,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "layer_types": ["full_attention"] * config.num_layers,
     }
 
 
@@ -190,8 +191,9 @@ class BlockRecipe(GivenRecipe):
         if config.lm_head_source == "file":  # unpacked, it is another module than was loaded
             self.drafter._project = student.head.lm_head
         self._mask = student.embed(mx.array([config.mask_token_id]))
-        numbers = {token: number for number, token in enumerate(student.ids.tolist())}
-        self._numbers = numbers if config.has_d2t else None
+        self._width = int(config.hidden_size)
+        self._numbers = np.full(config.vocab_size, -1)  # of tokens, among those that are drafted
+        self._numbers[np.array(student.ids)] = np.arange(len(student.ids))
 
     @abstractmethod
     def compare(
@@ -223,8 +225,9 @@ class BlockRecipe(GivenRecipe):
         asked = np.cumprod(is_asked, axis=-1).astype(np.float32)
         rows = texts * length + inside
         if self.settings.labels == "text":
-            tokens = batch.tokens[texts, inside + 1]
-            labels = tokens if self._numbers is None else self._numbers_of(tokens, asked)
+            known = self._numbers[batch.tokens[texts, inside + 1]]
+            asked *= np.cumprod(known >= 0, axis=-1)
+            labels = np.maximum(known, 0)
         else:
             labels = self._choices(features, rows)
         whole = (drawn, rows, batch.tokens[texts, inside], labels)
@@ -243,17 +246,6 @@ class BlockRecipe(GivenRecipe):
     def _final(self, features: mx.array, rows: mx.array) -> mx.array:
         """Return the states that enter the target's output at positions ``rows``."""
         return features.reshape(-1, features.shape[-1])[rows, -self._width :]
-
-    def _numbers_of(self, tokens: np.ndarray, asked: np.ndarray) -> np.ndarray:
-        """Return numbers of tokens among those that can be drafted; others are not asked for."""
-        assert self._numbers is not None
-        known = np.vectorize(lambda token: self._numbers.get(int(token), -1))(tokens)
-        asked *= np.cumprod(known >= 0, axis=-1)
-        return np.maximum(known, 0)
-
-    @property
-    def _width(self) -> int:
-        return int(self.config.hidden_size)
 
     def losses(
         self,

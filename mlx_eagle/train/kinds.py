@@ -57,16 +57,30 @@ LORA = ("fine_tune_type", "lora_rank", "lora_scale")
 EAGLE = ("draft_vocab_size", "aux_layers", "intermediate_size", "cache_features", "cache_bits")
 SHAPE = ("block_size", "mask_token_id", "num_layers", "intermediate_size")
 CHAINS = ("ttt_steps", "step_decay", "labels", *LORA)
-BLOCKS = ("labels", "anchors", "position_weights", "gamma", "loss_divisor", *SHAPE, *LORA)
-DPACE: dict[str, Any] = {
-    "learning_rate": 5e-5,
-    "warmup": 0.04,
-    "max_grad_norm": 1.0,
-    "loss": "ce",
-    "labels": "argmax",
-    "anchors": 128,
-    "position_weights": "dpace",
-    "loss_divisor": "rows",
+DFLASH = TrainedKind(
+    dflash.DFlashRecipe,
+    block.is_trained,
+    defaults={
+        "learning_rate": 5e-5,
+        "warmup": 0.04,
+        "max_grad_norm": 1.0,
+        "loss": "ce",
+        "labels": "argmax",
+        "anchors": 128,
+        "position_weights": "dpace",
+        "loss_divisor": "rows",
+    },
+    flags=("labels", "anchors", "position_weights", "gamma", "loss_divisor", *SHAPE, *LORA),
+    losses=("ce",),
+    write_fresh=dflash.write_new,
+    fresh_rate=6e-4,
+)
+DSPARK = {
+    "loss": "ce-l1",
+    "labels": "text",
+    "position_weights": "decay",
+    "gamma": 4.0,
+    "loss_divisor": "weights",
 }
 TRAINED: dict[str, TrainedKind] = {
     "eagle3": TrainedKind(
@@ -113,40 +127,15 @@ TRAINED: dict[str, TrainedKind] = {
         flags=CHAINS,
         losses=("kl", "ce"),
     ),
-    "dflash": TrainedKind(
-        dflash.DFlashRecipe,
-        block.is_trained,
-        defaults=DPACE,
-        flags=BLOCKS,
-        losses=("ce",),
-        write_fresh=dflash.write_new,
-        fresh_rate=6e-4,
-    ),
-    "dspark": TrainedKind(
-        dspark.DSparkRecipe,
-        block.is_trained,
-        defaults=DPACE
-        | {
-            "loss": "ce-l1",
-            "labels": "text",
-            "position_weights": "decay",
-            "gamma": 4.0,
-            "loss_divisor": "weights",
-        },
-        flags=BLOCKS,
+    "dflash": DFLASH,
+    "dspark": replace(
+        DFLASH,
+        recipe=dspark.DSparkRecipe,
+        defaults=DFLASH.defaults | DSPARK,
         losses=("ce-l1", "kl"),
         write_fresh=dspark.write_new,
-        fresh_rate=6e-4,
     ),
-    "dflash2": TrainedKind(
-        dflash2.DFlash2Recipe,
-        block.is_trained,
-        defaults=DPACE,
-        flags=BLOCKS,
-        losses=("ce",),
-        write_fresh=dflash2.write_new,
-        fresh_rate=6e-4,
-    ),
+    "dflash2": replace(DFLASH, recipe=dflash2.DFlash2Recipe, write_fresh=dflash2.write_new),
 }
 """Kinds by their names in converted folders."""
 

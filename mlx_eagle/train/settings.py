@@ -19,8 +19,8 @@ class LossSettings:
 
     ``kind``: "ce", soft cross-entropy; "lk-alpha", minus the mean log of the acceptance rate;
     "lk-lambda", cross-entropy and one minus the acceptance rate, mixed by ``kl_scale`` *
-    exp(-``kl_decay`` * acceptance rate); "kl", the divergence from the target's distribution.
-    ``checkpoint``: activations are computed again for the gradients.
+    exp(-``kl_decay`` * acceptance rate); "kl", the divergence from the target's distribution;
+    "ce-l1", see ``dspark.py``. ``checkpoint``: activations are computed again for the gradients.
     """
 
     num_steps: int = 7

@@ -126,6 +126,7 @@ def blocks(kind: str, folder: Path, reduced: int = 0, **changes: Any) -> Case:
     if kind == "dflash2":  # kernels nearly as training begins with them: less is rounded
         for layer in drafter.head.layers:
             for own in (layer.attention_conv, layer.mlp_conv):
+                own.kernel_projection.weight = 0.3 * own.kernel_projection.weight
                 own.base_kernel = 0.3 * own.base_kernel
                 own.base_kernel[:, 0] += 1
     c = drafter.head.config
