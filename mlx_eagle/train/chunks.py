@@ -74,8 +74,7 @@ def in_chunks(
 
     @run.vjp
     def gradient(primals: Any, cotangents: Arrays, _: Arrays) -> Arrays:
-        # One array alone is not given as a list.
-        arrays = [primals] if isinstance(primals, mx.array) else primals
+        arrays = [primals] if isinstance(primals, mx.array) else primals  # one comes without
         made: list[Arrays] = []
         sums: Arrays = []
         for begin, end in spans:
