@@ -35,15 +35,9 @@ LAYERS = 5  # of a fresh head, and of the target that it taps
 BLOCK = 16  # slots of a fresh head's block
 SPREAD = 0.02  # standard deviation of a fresh head's matrices
 ENOUGH = 20e6  # tokens of answers that a fresh head should see, at least
-AT_ONCE = 64  # blocks of a text in an evaluation
-SAME = (
-    "hidden_size",
-    "head_dim",
-    "intermediate_size",
-    "vocab_size",
-    "rms_norm_eps",
-    "rope_theta",
-)  # fields that published configs call the same
+AT_ONCE = 64  # blocks of a text in an evaluation, at most
+SAME = "hidden_size head_dim intermediate_size vocab_size rms_norm_eps rope_theta"
+"""Fields that published configs call the same."""
 FROZEN = ("embed_tokens.", "lm_head.", "attention_sink_bias", "layer_scalar")
 
 
@@ -68,6 +62,7 @@ def fresh_fields(
     layers = [round(1 + i * max(0, depth - 4) / max(1, LAYERS - 1)) for i in range(LAYERS)]
     size = int(embedding(mx.array([0])).shape[-1])
     rope = text.get("rope_parameters") or {}
+    width = settings.intermediate_size or text.get("intermediate_size") or 3 * size
     num_heads = text.get("num_attention_heads") or max(1, size // 64)
     return {
         "hidden_size": size,
@@ -75,9 +70,7 @@ def fresh_fields(
         "num_heads": num_heads,
         "num_kv_heads": text.get("num_key_value_heads") or num_heads,
         "head_dim": text.get("head_dim") or size // num_heads,
-        "intermediate_size": settings.intermediate_size
-        or text.get("intermediate_size")
-        or 3 * size,
+        "intermediate_size": width,
         "vocab_size": vocab_size,
         "draft_vocab_size": vocab_size,
         "taps": tuple(sorted({min(layer, depth - 1) + 1 for layer in layers})),
@@ -108,7 +101,7 @@ def write_fresh(
 
 def layer_values(config: BlockConfig) -> dict[str, Any]:
     """Return the part of a published config that says what the layers are."""
-    return {name: getattr(config, name) for name in SAME} | {
+    return {name: getattr(config, name) for name in SAME.split()} | {
         "model_type": "qwen3",
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": config.num_heads,
@@ -183,7 +176,8 @@ class BlockRecipe(GivenRecipe):
     def __init__(self, settings: TrainSettings, student: Student, model: nn.Module, given: Given):
         super().__init__(settings, student, model, given)
         self.config = config = student.head.config
-        ids = student.ids if config.has_d2t else None
+        num_tokens = find_embedding(model)[1]
+        ids = student.ids if len(student.ids) < num_tokens else None
         self.teacher = StateTeacher(model, student.taps, ids)
         self.depth = config.longest_draft
         self.weights = mx.ones(1)
@@ -192,7 +186,7 @@ class BlockRecipe(GivenRecipe):
             self.drafter._project = student.head.lm_head
         self._mask = student.embed(mx.array([config.mask_token_id]))
         self._width = int(config.hidden_size)
-        self._numbers = np.full(config.vocab_size, -1)  # of tokens, among those that are drafted
+        self._numbers = np.full(num_tokens, -1)  # of tokens, among those that are drafted
         self._numbers[np.array(student.ids)] = np.arange(len(student.ids))
 
     @abstractmethod
@@ -247,6 +241,11 @@ class BlockRecipe(GivenRecipe):
         """Return the states that enter the target's output at positions ``rows``."""
         return features.reshape(-1, features.shape[-1])[rows, -self._width :]
 
+    @property
+    def _at_once(self) -> int:
+        """Number of blocks whose logits are a chunk."""
+        return max(1, chunk_rows(self.spread * len(self.student.ids)) // self.depth)
+
     def losses(
         self,
         head: nn.Module,
@@ -263,8 +262,7 @@ class BlockRecipe(GivenRecipe):
             before, labels, places = (x[begin : begin + len(rows[0])] for x in slots)
             return self.compare(rows[0], before, labels, self._final(features, places))
 
-        size = max(1, chunk_rows(self.spread * len(self.student.ids)) // self.depth)
-        found = with_weights(head, self.parts, compare, [states], size, again=False)
+        found = with_weights(head, self.parts, compare, [states], self._at_once, again=False)
         asked = given.asked.reshape(-1, self.depth)
         weights = mx.stop_gradient(self._position_weights(found[0], asked))
         total = (weights * sum(found) * asked).sum()
@@ -364,16 +362,17 @@ class BlockRecipe(GivenRecipe):
         texts = np.array(rows) // length
         anchors = np.array(rows) % length + begin + 1
         found = np.zeros((self.depth, len(anchors)), np.int32)
+        at_once = min(AT_ONCE, self._at_once)
         for text in np.unique(texts).tolist():
             (own,) = (texts == text).nonzero()
             part = slice(text, text + 1)
-            for start in range(0, len(own), AT_ONCE):
-                some = anchors[own[start : start + AT_ONCE]]
+            for start in range(0, len(own), at_once):
+                some = anchors[own[start : start + at_once]]
                 asked = mx.array(some[None], mx.int32)
                 states = self.states(head, embeddings[part], features[part], asked, False)
                 first = mx.array(tokens[text, some])
                 chosen = self.drafter.read(states, first, lambda x, _: mx.argmax(x, axis=-1))
-                found[:, own[start : start + AT_ONCE]] = np.array(mx.stack(chosen))
+                found[:, own[start : start + at_once]] = np.array(mx.stack(chosen))
         return found
 
 

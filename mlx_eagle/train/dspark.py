@@ -39,8 +39,8 @@ class DSparkRecipe(BlockRecipe):
             tokens = before[:, slot]
             logits, carried = drafter.after(tokens, carried, *(part[:, 0] for part in own))
             rows.append(logits)
-        logits = mx.stack(rows, axis=1).astype(mx.float32)
         probs = softmax(self.teacher.output(final).astype(mx.float32))
+        logits = mx.stack(rows, axis=1)[..., : probs.shape[-1]].astype(mx.float32)
         logs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         apart = mx.abs(probs - mx.exp(logs)).sum(axis=-1)
         if self.settings.loss == "kl":
@@ -73,5 +73,6 @@ def write_new(folder: Path, settings: TrainSettings, *target: Any) -> None:
         "sample_from_anchor": True,
         "markov_rank": rank,
         "markov_head_type": config.markov_kind,
+        "confidence_head_with_markov": True,
     }
     write_fresh(folder, DSparkHead(config), settings.seed, values)

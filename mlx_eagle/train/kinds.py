@@ -221,8 +221,10 @@ def student_of(settings: TrainSettings, given: Given, model: nn.Module) -> Stude
     mx.eval(head.parameters())
     ids = drafter.to_target
     _, vocab_size = find_embedding(model)
-    drafted = mx.arange(vocab_size, dtype=mx.int32) if ids is None else ids
-    return Student(head, drafter.embed, drafter.taps, drafted, dtype, drafter)
+    if ids is None:  # a matrix of its own may be padded otherwise
+        own = head.lm_head.weight.shape[0] if "lm_head" in head else vocab_size
+        ids = mx.arange(min(own, vocab_size), dtype=mx.int32)
+    return Student(head, drafter.embed, drafter.taps, ids, dtype, drafter)
 
 
 def needs_for(settings: TrainSettings, student: Student) -> NeedsOf:

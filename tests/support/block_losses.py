@@ -200,7 +200,7 @@ def naive_block_loss(
                         break
                     label = ids.index(text[place])
                 z = net.output(states[k])
-                z = z if added is None else z + added[k]
+                z = (z if added is None else z + added[k])[: len(ids)]
                 log_q = z - mx.logsumexp(z)
                 p = mx.softmax(said[place - 1])
                 loss = -log_q[label]

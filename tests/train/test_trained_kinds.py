@@ -46,6 +46,7 @@ LOSSES = [
     ("dspark", {}, {"markov_kind": "gated", "confidence": "state"}),
     ("dspark", {"loss": "kl"}, {"confidence": "none"}),
     ("dspark", {"gamma": 2.0, "loss_divisor": "texts"}, {"reduced": 128}),
+    ("dspark", {}, {"vocab_size": 262, "draft_vocab_size": 262, "lm_head_source": "file"}),
     ("dflash2", {"position_weights": "decay", "labels": "text"}, {"top_k": 3, "kernel_size": 3}),
 ]
 QUICK = LOSSES[:5]
