@@ -142,7 +142,8 @@ class NaiveBlocks:
         left = self.w[f"{name}predecessor_codebook"][before]
         left = left * (self.w[f"{name}hidden_projection.weight"] @ state)
         right = self.w[f"{name}successor_codebook"]
-        scores = mx.stack([logits[t] + (left * right[t]).sum() for t in best])
+        rows = mx.array(best)
+        scores = logits[rows] + (left * right[rows]).sum(axis=-1)
         return mx.logsumexp(scores) - scores[best.index(label)]
 
     def estimate(self, state: mx.array, before: int) -> mx.array | None:

@@ -39,7 +39,7 @@ LOSSES = [
     ("assistant", {}, {}),
     ("dflash", {}, {}),
     ("dspark", {}, {"markov_kind": "rnn"}),
-    ("dflash2", {}, {}),
+    ("dflash2", {}, {"top_k": 100}),  # labels among them, and others
     ("mtp", {"loss": "ce"}, {}),
     ("assistant", {"loss": "ce"}, {}),
     ("dflash", {"position_weights": "decay"}, {}),
