@@ -79,7 +79,6 @@ def needs_of(
     item = student.dtype.size
     trained = dict(tree_flatten(student.head.trainable_parameters())).values()
     num = student.num_parameters
-    own = weight_bytes(student.head) - FULL * num
     slots = sizes.num_texts * sizes.length
     probabilities = FULL * sizes.num_counted * config.draft_vocab_size
     batch = slots * item * (config.num_aux * config.target_hidden_size + config.hidden_size)
@@ -93,7 +92,7 @@ def needs_of(
     learnt = copies + _activations(config, item, sizes, losses)
     return {
         "target": target_bytes,
-        "weights": FULL * num + own,
+        "weights": float(weight_bytes(student.head)),
         "their moments": 2 * FULL * num,
         "gradients": gradients,
         "batch": batch + probabilities,
