@@ -396,6 +396,13 @@ def open_published(
         base, _ = made_from(source)
         way_out = f"convert {base}, which it was made from" if base else "convert its original"
         raise ValueError(f"{source} is a model without MTP layers: {way_out}")
+    if kind == "mtp" and checkpoint.files[0].suffix == ".gguf":
+        if target is None:
+            raise ValueError(
+                f"{source} says not all of what its MTP layers are built of: name the model that "
+                "they are for with --target"
+            )
+        checkpoint = replace(checkpoint, config=read_target_config(target))
     return kind, checkpoint
 
 
