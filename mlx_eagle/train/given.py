@@ -202,13 +202,18 @@ class GivenRecipe(Recipe):
             stored = arrays[name]
             array = stored.astype(mx.float32) + self.as_published(own, change)
             arrays[name] = array.astype(stored.dtype)
-        to = folder / PUBLISHED
-        to.mkdir(exist_ok=True)
-        with new_file(to / "model.safetensors") as draft:
-            save_arrays(draft, arrays, layout="pt")
-        with new_file(to / "config.json") as draft:
-            draft.write_text(json.dumps(checkpoint.config, indent=2) + "\n", encoding="utf-8")
-        return str(to)
+        return write_layout(folder, checkpoint.config, arrays)
+
+
+def write_layout(folder: Path, config: Mapping[str, Any], arrays: dict[str, mx.array]) -> str:
+    """Write a drafter as it is published into a part of ``folder``, and return where it is."""
+    to = folder / PUBLISHED
+    to.mkdir(exist_ok=True)
+    with new_file(to / "model.safetensors") as draft:
+        save_arrays(draft, arrays, layout="pt")
+    with new_file(to / "config.json") as draft:
+        draft.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    return str(to)
 
 
 def stored_arrays(checkpoint: DraftCheckpoint) -> dict[str, mx.array]:

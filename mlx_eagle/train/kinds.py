@@ -18,7 +18,7 @@ from ..drafters.mtp import FLOAT32
 from ..drafters.pairs import drafters_for
 from ..drafters.target_parts import activation_dtype, find_embedding
 from ..system.cli_values import flag_of
-from . import assistant, dflash, eagle3, mtp
+from . import assistant, dflash, eagle3, mtp, peagle
 from .data import Examples
 from .given import Given, converted, open_given
 from .lora import add_lora, train_only
@@ -32,16 +32,19 @@ LORA_RATE = 2e-4  # learning rate of lora, whatever the kind
 
 @dataclass(frozen=True)
 class TrainedKind:
-    """A kind that is trained; without a ``recipe``, an EAGLE head.
+    """A kind that is trained.
 
     ``recipe`` makes its recipe of settings, student, model and the drafter that it begins with.
+    EAGLE heads have a ``make_student`` of their own, and their recipes take the examples, too.
+    A kind ``of`` another in ``KINDS`` trains those of its drafters that it ``claims``, and makes
+    one of the others where it is asked for; it has a ``title`` of its own.
     ``is_trained`` picks parameters by name. ``defaults`` are of settings that are None, ``flags``
     the settings that only some kinds have and this one does, ``losses`` those it can be given.
     ``write_fresh`` writes a new drafter into a folder, as it would be published; ``fresh_rate``
     is the learning rate for it.
     """
 
-    recipe: Callable[[TrainSettings, Student, nn.Module, Given], Recipe] | None = None
+    recipe: Callable[..., Recipe]
     is_trained: Callable[[nn.Module, nn.Module, Given, str], bool] | None = None
     defaults: dict[str, Any] = field(default_factory=dict)
     flags: tuple[str, ...] = ()
@@ -49,6 +52,10 @@ class TrainedKind:
     needs: NeedsOf = needs_of_drafter
     write_fresh: Callable[..., None] | None = None
     fresh_rate: float | None = None
+    make_student: Callable[..., Student] | None = None
+    of: str = ""
+    claims: Callable[[Given], bool] = lambda given: False
+    title: str = ""
 
 
 LORA = ("fine_tune_type", "lora_rank", "lora_scale")
@@ -57,6 +64,7 @@ SHAPE = ("block_size", "mask_token_id", "num_layers", "intermediate_size")
 CHAINS = ("ttt_steps", "step_decay", "labels", *LORA)
 TRAINED: dict[str, TrainedKind] = {
     "eagle3": TrainedKind(
+        eagle3.Eagle3Recipe,
         defaults={
             "learning_rate": 1e-4,
             "warmup": 0.015,
@@ -68,6 +76,24 @@ TRAINED: dict[str, TrainedKind] = {
         flags=(*EAGLE, "ttt_steps", "step_decay", "kl_scale", "kl_decay", "num_layers"),
         losses=("ce", "lk-alpha", "lk-lambda"),
         needs=needs_of,
+        make_student=eagle3.make_student,
+    ),
+    "peagle": TrainedKind(
+        peagle.PEagleRecipe,
+        defaults={
+            "learning_rate": 1e-4,
+            "warmup": 0.015,
+            "max_grad_norm": 0.5,
+            "depths": 8,
+            "loss": "kl",
+        },
+        flags=(*EAGLE, "depths", "num_layers", "mask_token_id"),
+        losses=("kl",),
+        needs=needs_of,
+        make_student=peagle.make_student,
+        of="eagle3",
+        claims=peagle.is_parallel,
+        title="a P-EAGLE head",
     ),
     "mtp": TrainedKind(
         mtp.MTPRecipe,
@@ -125,15 +151,30 @@ BY_KIND = tuple(dict.fromkeys(name for row in TRAINED.values() for name in row.f
 """Settings that not every kind has."""
 
 
+def title_of(kind: str) -> str:
+    """Name a kind for people, with its article."""
+    if kind in TRAINED and TRAINED[kind].title:
+        return TRAINED[kind].title
+    return KINDS[kind].title if kind in KINDS else f"a {kind} drafter"
+
+
+def trained_as(given: Given, wanted: str | None) -> str:
+    """Return the kind that a drafter is trained as, where ``wanted`` is asked for."""
+    for name, row in TRAINED.items():
+        if row.of == given.kind and (name == wanted or row.claims(given)):
+            return name
+    return given.kind
+
+
 def check_kind(name: str, source: str | None) -> None:
     """Raise ValueError if drafters of that kind are not trained, or not made anew."""
-    title = KINDS[name].title if name in KINDS else f"a {name} drafter"
+    title = title_of(name)
     if name not in TRAINED:
         known = " and ".join([", ".join(list(TRAINED)[:-1]), list(TRAINED)[-1]])
         what = f"{source} is {title}" if source else f"--kind is {name}"
         raise ValueError(f"{what}, and only {known} are trained here: name another drafter.")
     row = TRAINED[name]
-    if source is None and row.recipe is not None and row.write_fresh is None:
+    if source is None and row.make_student is None and row.write_fresh is None:
         raise ValueError(
             f"no fresh {title.split(' ', 1)[1]} is trained here, for it comes with its model: "
             "name the one to begin with by --init."
@@ -146,8 +187,8 @@ def filled(settings: TrainSettings, kind: str) -> TrainSettings:
     plain = {each.name: each.default for each in fields(TrainSettings)}
     for name in BY_KIND:
         if name not in row.flags and getattr(settings, name) != plain[name]:
-            raise ValueError(f"{flag_of(name)} is not for {KINDS[kind].title}: leave it out.")
-    if settings.init is not None and row.recipe is not None:
+            raise ValueError(f"{flag_of(name)} is not for {title_of(kind)}: leave it out.")
+    if settings.init is not None and row.make_student is None:
         for name in SHAPE:
             if getattr(settings, name) != plain[name]:
                 raise ValueError(
@@ -156,7 +197,7 @@ def filled(settings: TrainSettings, kind: str) -> TrainSettings:
                 )
     if settings.loss is not None and settings.loss not in row.losses:
         raise ValueError(
-            f"--loss is {settings.loss}, and {KINDS[kind].title} is trained with one of "
+            f"--loss is {settings.loss}, and {title_of(kind)} is trained with one of "
             f"{', '.join(row.losses)}: give one of these."
         )
     defaults = dict(row.defaults)
@@ -242,10 +283,10 @@ def begin(
     """Make the student, and a function that makes its recipe once the settings are final."""
     assert settings.kind is not None
     row = TRAINED[settings.kind]
-    if row.recipe is None:
-        student = eagle3.make_student(settings, model, config, examples)
-        return student, lambda final: eagle3.make_recipe(final, model, student, examples)
     make = row.recipe
+    if row.make_student is not None:
+        student = row.make_student(settings, model, config, tokenizer, examples)
+        return student, lambda final: make(final, student, model, given, examples)
     if given is None:
         assert row.write_fresh is not None
         made = converted(

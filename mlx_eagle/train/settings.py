@@ -11,6 +11,8 @@ from ..system.device import DTYPES
 LOSSES = ("ce", "kl", "lk-alpha", "lk-lambda")
 TEMPERATURES = (0.0, 0.6, 1.0)
 CACHE_BITS = 8  # with fewer, other weights are learnt
+KEPT = 0.7  # share of the places at a depth of P-EAGLE that are drafted at the next one, too
+LEAST_KEPT = 0.2  # of all places, at any depth, as in P-EAGLE's trainers
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,8 @@ class LossSettings:
     ``kind``: "ce", soft cross-entropy; "lk-alpha", minus the mean log of the acceptance rate;
     "lk-lambda", cross-entropy and one minus the acceptance rate, mixed by ``kl_scale`` *
     exp(-``kl_decay`` * acceptance rate); "kl", the divergence from the target's distribution.
-    ``checkpoint``: activations are computed again for the gradients.
+    ``checkpoint``: activations are computed again for the gradients. ``kept`` is the share of
+    slots that a step has of those of the step before.
     """
 
     num_steps: int = 7
@@ -29,6 +32,7 @@ class LossSettings:
     kl_scale: float = 1.0
     kl_decay: float = 1.0
     checkpoint: bool = False
+    kept: float = 1.0
 
     def __post_init__(self) -> None:
         if self.kind not in LOSSES:
@@ -40,6 +44,10 @@ class LossSettings:
     def weights(self) -> mx.array:
         """Weights of the steps, (num_steps,)."""
         return mx.array([self.decay**step for step in range(self.num_steps)])
+
+    def share(self, step: int) -> float:
+        """Return the share of all slots that a step has."""
+        return max(self.kept**step, LEAST_KEPT)
 
 
 @dataclass(frozen=True)
@@ -145,6 +153,9 @@ class TrainSettings:
         "Steps of the training-time test: how many drafts in a row are trained (default: by "
         "kind).",
     )
+    depths: int | None = setting(
+        None, "Tokens in a row that a P-EAGLE head learns to draft at once (default 8).", least=1
+    )
     step_decay: float | None = setting(
         None,
         "Step j of the training-time test weighs this to the power of j (default: by kind).",
@@ -174,8 +185,8 @@ class TrainSettings:
     )
     mask_token_id: int | None = setting(
         None,
-        "Token of the masked slots of a fresh drafter of blocks (default: the last that the "
-        "tokenizer does not know).",
+        "Token of the masked slots of a fresh drafter (default: the last that the tokenizer does "
+        "not know).",
         least=0,
     )
     position_weights: str | None = setting(
@@ -281,6 +292,8 @@ class TrainSettings:
     def losses(self) -> LossSettings:
         by_kind = {"num_steps": self.ttt_steps, "decay": self.step_decay, "kind": self.loss}
         given: dict[str, Any] = {k: v for k, v in by_kind.items() if v is not None}
+        if self.depths is not None:
+            given |= {"num_steps": self.depths, "decay": 1.0, "kept": KEPT}
         return LossSettings(
             **given,
             kl_scale=self.kl_scale,

@@ -138,7 +138,7 @@ def student_from(source: str, model: nn.Module, target: str | None) -> Student:
 
     Its shape and vocabulary stay as they are; a quantized head is dequantized. ``target`` is the
     target's folder or repository id, for the converter. Raises ValueError for a head that is more
-    than llama layers drafting step by step.
+    than llama layers.
     """
     with tempfile.TemporaryDirectory() as scratch:
         folder = converted_folder(source, Path(scratch), target)
@@ -162,7 +162,6 @@ def student_from(source: str, model: nn.Module, target: str | None) -> Student:
 
 def _check_trainable(config: Eagle3Config, source: str) -> None:
     features = {
-        "drafts in one pass (P-EAGLE)": config.mask_token_id is not None,
         "has parallel heads": config.num_parallel_heads > 0,
         "attends to a latent (MLA)": config.latent is not None,
         "scales queries by their position": config.position_scale is not None,
@@ -171,8 +170,8 @@ def _check_trainable(config: Eagle3Config, source: str) -> None:
     for feature, holds in features.items():
         if holds:
             raise ValueError(
-                f"{source} {feature}, and only heads of llama layers that draft step by step are "
-                "trained here: start from another head, or from none."
+                f"{source} {feature}, and only heads of llama layers are trained here: start from "
+                "another head, or from none."
             )
 
 
