@@ -36,6 +36,7 @@ class TrainedKind:
 
     ``recipe`` makes its recipe of settings, student, model and the drafter that it begins with.
     EAGLE heads have a ``make_student`` of their own, and their recipes take the examples, too.
+    ``more`` are settings that have parameters trained, too, with a part of their names.
     A kind ``of`` another in ``KINDS`` trains those of its drafters that it ``claims``, and makes
     one of the others where it is asked for; it has a ``title`` of its own.
     ``is_trained`` picks parameters by name. ``defaults`` are of settings that are None, ``flags``
@@ -53,6 +54,7 @@ class TrainedKind:
     write_fresh: Callable[..., None] | None = None
     fresh_rate: float | None = None
     make_student: Callable[..., Student] | None = None
+    more: dict[str, str] = field(default_factory=dict)
     of: str = ""
     claims: Callable[[Given], bool] = lambda given: False
     title: str = ""
@@ -108,8 +110,9 @@ TRAINED: dict[str, TrainedKind] = {
             "labels": "text",
             "mtp_attention": "decoded",
         },
-        flags=(*CHAINS, "mtp_attention"),
+        flags=(*CHAINS, "mtp_attention", "train_experts"),
         losses=("kl", "ce"),
+        more={"train_experts": mtp.EXPERTS},
     ),
     "assistant": TrainedKind(
         assistant.AssistantRecipe,
@@ -123,8 +126,9 @@ TRAINED: dict[str, TrainedKind] = {
             "loss": "kl",
             "labels": "argmax",
         },
-        flags=CHAINS,
+        flags=(*CHAINS, "train_embeddings"),
         losses=("kl", "ce"),
+        more={"train_embeddings": assistant.TABLE},
     ),
     "dflash": TrainedKind(
         dflash.BlockRecipe,
@@ -195,6 +199,12 @@ def filled(settings: TrainSettings, kind: str) -> TrainSettings:
                     f"{flag_of(name)} is of fresh drafters, and --init keeps the shape of the one "
                     "it names: leave it out."
                 )
+    for name in row.more:
+        if getattr(settings, name) and settings.fine_tune_type == "lora":
+            raise ValueError(
+                f"{flag_of(name)} trains whole matrices, and --fine-tune-type lora small ones "
+                "beside them: leave out one of the two."
+            )
     if settings.loss is not None and settings.loss not in row.losses:
         raise ValueError(
             f"--loss is {settings.loss}, and {title_of(kind)} is trained with one of "
@@ -222,6 +232,8 @@ def student_of(settings: TrainSettings, given: Given, model: nn.Module) -> Stude
         dequantize_model(head)
     names = {name for name, _ in tree_flatten(head.parameters())}
     wanted = {name for name in names if row.is_trained(head, model, given, name)}
+    for flag, part in row.more.items():
+        wanted |= {name for name in names if part in name and getattr(settings, flag)}
     train_only(head, wanted.__contains__)
     if is_lora:
         matrices = {name for name in wanted if name.split(".")[0] not in ("norm", "embed_tokens")}

@@ -9,6 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 
 from ..convert.checkpoint import DraftCheckpoint
 from ..drafters.folder import shapes_of
@@ -22,15 +23,21 @@ from .settings import LossSettings, TrainSettings
 from .student import Student
 from .teacher import StateTeacher
 
-EXPERTS = ("switch_mlp", FLOAT32, f"{ROUTER}.weight", "mixer.gate.weight")
+EXPERTS = "switch_mlp."  # of names in mlx-lm's layers, which hold all experts in a matrix
+FROZEN = (EXPERTS, FLOAT32, f"{ROUTER}.weight", "mixer.gate.weight")
+
+
+def renamed(checkpoint: DraftCheckpoint, model: nn.Module) -> dict[str, str]:
+    """Return the names of published tensors by those that the model's family gives their parts."""
+    own = {name: name for name in checkpoint.tensors}
+    return family_of(model).renamed(own, len(model.layers))
 
 
 def published_names(
     checkpoint: DraftCheckpoint, head: nn.Module, model: nn.Module
 ) -> dict[str, str]:
     """Find the parameters of a head that are published as they are, or turned or less one."""
-    own = {name: name for name in checkpoint.tensors}
-    named = family_of(model).renamed(own, len(model.layers))
+    named = renamed(checkpoint, model)
     shapes = shapes_of(head)
     return {
         name: theirs
@@ -41,7 +48,7 @@ def published_names(
 
 def is_trained(head: nn.Module, model: nn.Module, given: Given, name: str) -> bool:
     """Return whether a parameter is trained: experts, routers and split matrices are not."""
-    if any(part in name for part in EXPERTS):
+    if any(part in name for part in FROZEN):
         return False
     return given.published is None or name in published_names(given.published, head, model)
 
@@ -65,6 +72,36 @@ class MTPRecipe(ChainRecipe):
             own = given.load(model, mx.float32).head
             self._names = published_names(given.published, own, model)
         self._project = lm_head_of(model, find_embedding(model)[0])
+        self._renamed = renamed(given.published, model) if given.published else {}
+        if settings.train_experts:
+            self._check_experts()
+
+    def _check_experts(self) -> None:
+        """Raise ValueError if there are no experts, or they are stored in another form."""
+        trained = dict(tree_flatten(self.student.head.trainable_parameters()))
+        own = {name: array for name, array in trained.items() if EXPERTS in name}
+        stored = [self.published_parts({}, name, array[:1]) for name, array in own.items()]
+        if not own or (self._renamed and not all(stored)):
+            what = "stored in a form that is not written here" if own else "none"
+            raise ValueError(
+                f"the experts of {self.given.source} are {what}: leave out --train-experts."
+            )
+
+    def published_parts(
+        self, names: Mapping[str, str], own: str, change: mx.array
+    ) -> dict[str, mx.array]:
+        """Cut experts apart that are stored one by one, and put gates before what is fused."""
+        if EXPERTS not in own:
+            return super().published_parts(names, own, change)
+        alone = {own.replace(EXPERTS, f"experts.{i}."): part for i, part in enumerate(change)}
+        path, _, kind = own.removesuffix(".weight").rpartition(EXPERTS)
+        fused = {f"{path}experts.{kind}": change}
+        if kind != "down_proj":
+            none = mx.zeros_like(change)
+            halves = [change, none] if kind == "gate_proj" else [none, change]
+            fused = {f"{path}experts.gate_up_proj": mx.concatenate(halves, axis=-2)}
+        found = alone if alone.keys() <= self._renamed.keys() else fused
+        return {self._renamed[name]: x for name, x in found.items() if name in self._renamed}
 
     def output_parts(self) -> tuple[str, ...]:
         return () if self.student.head.state_normed else ("norm",)

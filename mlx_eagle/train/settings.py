@@ -121,6 +121,10 @@ class TrainSettings:
     )
     lora_rank: int = setting(16, "Rank of the matrices of lora.", least=1)
     lora_scale: float = setting(1.0, "Factor of what the matrices of lora add.")
+    train_embeddings: bool = setting(
+        False, "Train an assistant's table, too: it then drafts from its whole vocabulary."
+    )
+    train_experts: bool = setting(False, "Train the experts of MTP layers, too.")
     adapter_path: str | None = setting(None, "Adapters of the target, as mlx_lm.lora writes them.")
     trust_remote_code: bool = setting(False, "Let the target bring code of its own.")
     dtype: str | None = setting(

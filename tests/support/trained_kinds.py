@@ -51,8 +51,8 @@ def loud(model: nn.Module) -> nn.Module:
     return model
 
 
-def mtp(folder: Path) -> Case:
-    model = loud(tiny_qwen3_next(vocab_size=VOCAB))
+def mtp(folder: Path, **changes: Any) -> Case:
+    model = loud(tiny_qwen3_next(vocab_size=VOCAB, **changes))
     config = dict(vars(model.args))
     write_model(folder / "target", model, config)
     part = mtp_checkpoints.qwen(model)

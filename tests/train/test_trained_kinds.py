@@ -31,6 +31,11 @@ from mlx_eagle.train.kinds import TRAINED
 from mlx_eagle.train.optimizer import TrainStep
 
 BOUNDS = {"mtp": 2e-5, "assistant": 5e-5, "dflash": 2e-5}
+MORE = {
+    "mtp": ({"train_experts": True}, {"num_experts": 4}, "switch_mlp"),
+    "mtp, fused": ({"train_experts": True}, {"num_experts": 4}, "switch_mlp"),
+    "assistant": ({"train_embeddings": True}, {}, "embed_tokens"),
+}
 LOSSES = [
     ("mtp", {}, "kl"),
     ("mtp", {"loss": "ce"}, "text"),
@@ -94,6 +99,55 @@ def test_losses_and_gradients_are_those_by_hand(each, checkpoint, tmp_path):
         np.testing.assert_allclose(
             np.array(gradients[name]), np.array(gradient), atol=bound * largest, err_msg=name
         )
+
+
+def fuse_experts(folder: Path) -> None:
+    """Store the experts of a published layer in two matrices, as Qwen3.5's are."""
+    arrays = mx.load(str(folder / "model.safetensors"))
+    start = "layers.0.mlp.experts."
+    parts = {
+        name: mx.stack([arrays.pop(f"{start}{i}.{name}.weight") for i in range(4)])
+        for name in ("gate_proj", "up_proj", "down_proj")
+    }
+    arrays[f"{start}gate_up_proj"] = mx.concatenate([parts["gate_proj"], parts["up_proj"]], -2)
+    arrays[f"{start}down_proj"] = parts["down_proj"]
+    mx.eval(arrays)
+    mx.save_safetensors(str(folder / "model.safetensors"), arrays)
+
+
+@pytest.mark.parametrize("what", thorough(MORE, "mtp, fused", "assistant"))
+def test_more_is_trained_where_it_is_asked_for(what, data, tmp_path):
+    """Gradients as by hand, of experts and of the table, and all of them come out as published."""
+    options, changes, part = MORE[what]
+    kind = what.split(",")[0]
+    case = CASES[kind](tmp_path, **changes)
+    if kind != what:
+        fuse_experts(case.given)
+    case.kind = kind
+    recipe = recipe_of(case, kind, **options)
+    batch = some_batch()
+    _, gradients = learnt(recipe, batch)
+    _, theirs = by_hand(case, recipe, batch, "kl")
+    assert gradients.keys() == theirs.keys() and any(part in name for name in theirs)
+    largest = max(float(mx.abs(x).max()) for x in theirs.values())
+    bound = max(BOUNDS[kind], tolerance()) * largest
+    for name, gradient in theirs.items():
+        ours = np.array(gradients[name])
+        np.testing.assert_allclose(ours, np.array(gradient), atol=bound, err_msg=name)
+    run = {**NOTHING, **options, "iters": 1, "learning_rate": 0.1, "init": str(case.given)}
+    out = tmp_path / "out"
+    train(str(case.target), str(data), str(out), **run)
+    model, tokenizer = mlx_lm.load(str(case.target))
+    drafter = mlx_eagle.load_drafter(out, model)
+    published = open_given(str(out / "published"), str(case.target))
+    again = converted(published, str(case.target)).load(model, None)
+    before = dict(tree_flatten(recipe._initial()))
+    mine = dict(tree_flatten(drafter.head.parameters()))
+    for name, array in tree_flatten(again.head.parameters()):
+        assert mx.allclose(array, mine[name], atol=1e-6).item(), name
+        assert (name in gradients) == (not mx.array_equal(array, before[name]).item()), name
+    plain = mlx_lm.generate(model, tokenizer, "say", max_tokens=8)
+    assert mlx_eagle.generate(model, tokenizer, "say", max_tokens=8, draft_model=drafter) == plain
 
 
 RUN = {
@@ -187,6 +241,12 @@ REFUSED = {
     "loss": ({"init": "mtp", "loss": "lk-alpha"}, "--loss is lk-alpha, and an MTP layer is"),
     "lora": ({"fine_tune_type": "lora"}, "--fine-tune-type is not for an EAGLE head"),
     "another target": ({"init": "assistant"}, "reads keys and values that only Gemma 4 has"),
+    "experts": ({"init": "mtp", "train_experts": True}, "the experts of .* are none"),
+    "table": ({"init": "mtp", "train_embeddings": True}, "--train-embeddings is not for an MTP"),
+    "matrices": (
+        {"init": "mtp", "train_experts": True, "fine_tune_type": "lora"},
+        "--train-experts trains whole matrices",
+    ),
     "block": ({"init": "dflash", "block_size": 4}, "--block-size is of fresh drafters"),
     "no words": (
         {"init": "dflash", "max_seq_length": 8},
