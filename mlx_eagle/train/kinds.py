@@ -24,7 +24,7 @@ from .given import Given, converted, open_given
 from .lora import add_lora, train_only
 from .memory import NeedsOf, needs_of, needs_of_drafter
 from .recipe import Recipe
-from .settings import TrainSettings
+from .settings import MIXED, TrainSettings
 from .student import Student
 
 LORA_RATE = 2e-4  # learning rate of lora, whatever the kind
@@ -90,7 +90,7 @@ TRAINED: dict[str, TrainedKind] = {
             "loss": "kl",
         },
         flags=(*EAGLE, "depths", "num_layers", "mask_token_id"),
-        losses=("kl",),
+        losses=("kl", "tv", "l1"),
         needs=needs_of,
         make_student=peagle.make_student,
         of="eagle3",
@@ -111,7 +111,7 @@ TRAINED: dict[str, TrainedKind] = {
             "mtp_attention": "decoded",
         },
         flags=(*CHAINS, "mtp_attention", "train_experts"),
-        losses=("kl", "ce"),
+        losses=MIXED,
         more={"train_experts": mtp.EXPERTS},
     ),
     "assistant": TrainedKind(
@@ -127,7 +127,7 @@ TRAINED: dict[str, TrainedKind] = {
             "labels": "argmax",
         },
         flags=(*CHAINS, "train_embeddings"),
-        losses=("kl", "ce"),
+        losses=MIXED,
         more={"train_embeddings": assistant.TABLE},
     ),
     "dflash": TrainedKind(
@@ -205,7 +205,8 @@ def filled(settings: TrainSettings, kind: str) -> TrainSettings:
                 f"{flag_of(name)} trains whole matrices, and --fine-tune-type lora small ones "
                 "beside them: leave out one of the two."
             )
-    if settings.loss is not None and settings.loss not in row.losses:
+    asked = settings.losses().terms if "tv" in row.losses else {settings.loss}
+    if settings.loss is not None and not {*asked} <= {*row.losses}:
         raise ValueError(
             f"--loss is {settings.loss}, and {title_of(kind)} is trained with one of "
             f"{', '.join(row.losses)}: give one of these."

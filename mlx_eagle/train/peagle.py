@@ -30,7 +30,7 @@ from .compiled import padded
 from .data import Examples
 from .dflash import mask_token
 from .given import Given, stored_arrays, write_layout
-from .losses import OUTPUT, TINY, cross_entropies, first_slot, slots_at
+from .losses import OUTPUT, TINY, first_slot, mixed_losses, slots_at
 from .settings import LossSettings, TrainSettings
 from .student import Student
 from .teacher import PARTS
@@ -200,8 +200,7 @@ class PEagleRecipe(eagle3.Eagle3Recipe):
         def compare(begin: int, rows: Arrays) -> Arrays:
             logits = own.logits(rows[0]).astype(mx.float32)
             probs = given.probs[places[begin : begin + len(logits)]]
-            entropies, _ = cross_entropies(logits, probs)
-            return [entropies + (probs * mx.log(mx.maximum(probs, 1e-30))).sum(axis=-1)]
+            return [mixed_losses(settings.terms, logits, probs)]
 
         size = chunk_rows(given.probs.shape[-1])
         joined = [mx.concatenate(states)]

@@ -8,7 +8,8 @@ import mlx.core as mx
 from ..system.cli_values import LARGEST, Range, check_ranges, flag_of, layer_numbers
 from ..system.device import DTYPES
 
-LOSSES = ("ce", "kl", "lk-alpha", "lk-lambda")
+MIXED = ("ce", "kl", "tv", "l1")
+LOSSES = (*MIXED, "lk-alpha", "lk-lambda")
 TEMPERATURES = (0.0, 0.6, 1.0)
 CACHE_BITS = 8  # with fewer, other weights are learnt
 KEPT = 0.7  # share of the places at a depth of P-EAGLE that are drafted at the next one, too
@@ -21,9 +22,10 @@ class LossSettings:
 
     ``kind``: "ce", soft cross-entropy; "lk-alpha", minus the mean log of the acceptance rate;
     "lk-lambda", cross-entropy and one minus the acceptance rate, mixed by ``kl_scale`` *
-    exp(-``kl_decay`` * acceptance rate); "kl", the divergence from the target's distribution.
-    ``checkpoint``: activations are computed again for the gradients. ``kept`` is the share of
-    slots that a step has of those of the step before.
+    exp(-``kl_decay`` * acceptance rate); "kl", the divergence from the target's distribution;
+    "tv", the share that is rejected; "l1", twice that; or a mix: "ce=.1,tv=.9". ``checkpoint``:
+    activations are computed again for the gradients. ``kept`` is the share of slots that a step
+    has of those of the step before.
     """
 
     num_steps: int = 7
@@ -35,10 +37,25 @@ class LossSettings:
     kept: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.kind not in LOSSES:
-            raise ValueError(f"loss is {self.kind!r}: give one of {', '.join(LOSSES)}.")
+        known = MIXED if "=" in self.kind else LOSSES
+        if not self.terms or any(
+            x not in known or not 0 < w < LARGEST for x, w in self.terms.items()
+        ):
+            raise ValueError(
+                f"--loss is {self.kind}: give one of {', '.join(LOSSES)}, or of "
+                f"{', '.join(MIXED)} a mix such as ce=.1,tv=.9."
+            )
         if self.num_steps < 1:
             raise ValueError(f"ttt_steps is {self.num_steps}: give 1 or more.")
+
+    @property
+    def terms(self) -> dict[str, float]:
+        """Weights of the losses that are mixed: ce=.1,tv=.9 -> ce .1, tv .9; {} for no mix."""
+        parts = [part.partition("=") for part in self.kind.split(",")]
+        try:
+            return {name: float(weight) if by else 1.0 for name, by, weight in parts}
+        except ValueError:
+            return {}
 
     @property
     def weights(self) -> mx.array:
@@ -166,9 +183,9 @@ class TrainSettings:
     )
     loss: str | None = setting(
         None,
-        "ce: cross-entropy; kl: divergence from the target; lk-alpha, lk-lambda: acceptance "
-        "losses (default: by kind).",
-        choices=LOSSES,
+        "ce: cross-entropy; kl: divergence from the target; tv: the share that it rejects; l1: "
+        "twice that; a mix of these, ce=.1,tv=.9; lk-alpha, lk-lambda: acceptance losses "
+        "(default: by kind).",
     )
     labels: str | None = setting(
         None,

@@ -191,6 +191,9 @@ def naive_chain_losses(
                 p = mx.softmax(said)
                 if loss == "kl":
                     one = (p * (mx.log(p) - log_q)).sum()
+                elif loss == "mix":  # ce=.1,tv=.6,l1=.2
+                    rejected = 1 - mx.minimum(p, mx.exp(log_q)).sum()
+                    one = rejected - 0.1 * log_q[text[place]]
                 else:
                     label = text[place] if loss == "text" else mx.argmax(said).item()
                     one = -log_q[label]

@@ -18,7 +18,7 @@ import mlx_eagle
 from mlx_eagle.convert import convert
 from mlx_eagle.drafters.eagle3 import ParallelDrafter
 from mlx_eagle.target_model.target import Target
-from mlx_eagle.train import train
+from mlx_eagle.train import chunks, train
 from mlx_eagle.train.batches import TokenBatch
 from mlx_eagle.train.data import Example, Examples
 from mlx_eagle.train.kinds import filled
@@ -66,8 +66,10 @@ def turned(x: mx.array, positions: mx.array, theta: float) -> mx.array:
     return mx.concatenate([left * cos - right * sin, left * sin + right * cos], axis=-1)
 
 
-def naive_sums(weights, c, taps, text, said, counted, kept, ids) -> tuple[list[mx.array], int]:
-    """Sum of KL by depth, and the number of elements, with one mask over all elements."""
+def naive_sums(
+    weights, c, taps, text, said, counted, kept, ids, loss
+) -> tuple[list[mx.array], int]:
+    """Sums of losses by depth, and the number of elements, with one mask over all elements."""
     elements = [(a, 0) for a in range(len(text) - 1)]
     elements += [(a, d) for d, own in enumerate(kept, start=1) for a in own.tolist()]
     table = weights["embed_tokens.weight"]
@@ -114,7 +116,9 @@ def naive_sums(weights, c, taps, text, said, counted, kept, ids) -> tuple[list[m
         if counted[a + d] and mx.argmax(own).item() in ids:
             p = mx.softmax(own[mx.array(ids)])
             log_q = logits[row] - mx.logsumexp(logits[row])
-            sums[d] = sums[d] + (p * (mx.log(p) - log_q)).sum()
+            divergence = (p * (mx.log(p) - log_q)).sum()
+            rejected = 1 - mx.minimum(p, mx.exp(log_q)).sum()
+            sums[d] = sums[d] + (divergence if loss == "kl" else 0.5 * divergence + rejected)
             num += 1
     return sums, num
 
@@ -134,10 +138,13 @@ def recipe_of(model, **options) -> PEagleRecipe:
 
 
 @pytest.mark.parametrize("checkpoint", thorough([False, True], True))
-@pytest.mark.parametrize("window", thorough([None, 4], 4))
-def test_losses_and_gradients_are_those_by_hand(window, checkpoint):
+@pytest.mark.parametrize("how", thorough([(None, "kl=.5,tv=1"), (4, "kl")], (4, "kl")))
+def test_losses_and_gradients_are_those_by_hand(how, checkpoint, monkeypatch):
+    window, loss = how
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 1)  # four rows at a time
+    monkeypatch.setattr(chunks, "ROWS_ALIKE", 4)
     model = tiny_llama(vocab_size=VOCAB)
-    recipe = recipe_of(model, num_layers=2, grad_checkpoint=checkpoint)
+    recipe = recipe_of(model, num_layers=2, grad_checkpoint=checkpoint, loss=loss)
     head = recipe.student.head
     ids = recipe.student.ids.tolist()
     head.layers[1].window = window
@@ -156,7 +163,7 @@ def test_losses_and_gradients_are_those_by_hand(window, checkpoint):
             said, taps, _ = Target(model, recipe.student.taps).logits_at(
                 mx.array([text]), mx.arange(length)
             )
-            given = (weights, c, taps[0], text, said, batch.counts[row], kept[row], ids)
+            given = (weights, c, taps[0], text, said, batch.counts[row], kept[row], ids, loss)
             own, count = naive_sums(*given)
             sums.append(mx.stack(own))
             num += count
@@ -320,7 +327,7 @@ REFUSED = {
     "mask": ({"mask_token_id": 5}, "--init keeps that of the one it names"),
     "lora": ({"fine_tune_type": "lora"}, "--fine-tune-type is not for a P-EAGLE head"),
     "steps": ({"ttt_steps": 3}, "--ttt-steps is not for a P-EAGLE head"),
-    "loss": ({"loss": "ce"}, "--loss is ce, and a P-EAGLE head is trained with one of kl"),
+    "loss": ({"loss": "ce=.1,kl=1"}, "a P-EAGLE head is trained with one of kl, tv, l1"),
     "no mask": ({"init": None, "kind": "peagle"}, "every row of the embedding is a token"),
 }
 

@@ -39,11 +39,12 @@ MORE = {
 LOSSES = [
     ("mtp", {}, "kl"),
     ("mtp", {"loss": "ce"}, "text"),
+    ("mtp", {"loss": "ce=.1,tv=.6,l1=.2"}, "mix"),
     ("dflash", {"anchors": 4}, "argmax"),
     ("assistant", {}, "kl"),
     ("assistant", {"loss": "ce"}, "argmax"),
 ]
-QUICK = [each for each in LOSSES if each[1].get("loss") is None]
+QUICK = [each for each in LOSSES if each[1].get("loss") != "ce"]
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -239,6 +240,9 @@ REFUSED = {
     "anchors": ({"init": "mtp", "anchors": 4}, "--anchors is not for an MTP layer"),
     "vocabulary": ({"init": "mtp", "draft_vocab_size": 64}, "--draft-vocab-size is not for"),
     "loss": ({"init": "mtp", "loss": "lk-alpha"}, "--loss is lk-alpha, and an MTP layer is"),
+    "mix": ({"init": "mtp", "loss": "ce=.5,lk=1"}, "--loss is ce=.5,lk=1: give one of"),
+    "share": ({"init": "mtp", "loss": "ce=-1"}, "--loss is ce=-1: give one of"),
+    "mix of blocks": ({"init": "dflash", "loss": "ce=.1,tv=.9"}, "a DFlash head is trained with"),
     "lora": ({"fine_tune_type": "lora"}, "--fine-tune-type is not for an EAGLE head"),
     "another target": ({"init": "assistant"}, "reads keys and values that only Gemma 4 has"),
     "experts": ({"init": "mtp", "train_experts": True}, "the experts of .* are none"),
