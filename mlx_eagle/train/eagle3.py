@@ -40,6 +40,7 @@ class Eagle3Recipe(Recipe):
         examples: Examples,
     ):
         super().__init__(settings, student)
+        self.model = model
         self.given = given
         self.teacher = make_teacher(settings, model, student, examples)
         self.depth = settings.losses().num_steps

@@ -22,7 +22,7 @@ from ..convert.families import canonical
 from ..drafters.config import Eagle3Config
 from ..drafters.head_weights import split_weights
 from ..drafters.kinds import kind_of
-from ..drafters.target_parts import find_embedding
+from ..drafters.target_parts import find_embedding, rows_of_lm_head
 from . import eagle3
 from .batches import TokenBatch
 from .chunks import Arrays, chunk_rows, with_weights
@@ -38,6 +38,15 @@ from .unroll import unroll_masked
 
 MASK = "mask_hidden"  # features of slots that none are known of
 VERSION = "0.9.0"  # of speculators, whose layout fresh heads are published in
+OWN = (
+    "draft_vocab_size", "mask_token_id", "target_hidden_size", "norm_before_residual",
+    "norm_output",
+)  # fmt: skip
+SAME = (
+    "hidden_size", "intermediate_size", "head_dim", "hidden_act", "rms_norm_eps", "vocab_size",
+    "max_position_embeddings", "attention_bias", "mlp_bias", "sliding_window",
+)  # fmt: skip
+"""Fields that the layout has under the same names: of the head, and of its layers."""
 
 
 def is_parallel(given: Given) -> bool:
@@ -243,6 +252,9 @@ class PEagleRecipe(eagle3.Eagle3Recipe):
             return write_layout(folder, came.config, found)
         config = published_config(head.config, self.student.taps)
         arrays = {name: array.astype(self.student.dtype) for name, array in own.items()}
+        if head.config.lm_head_source == "target":
+            table, _ = find_embedding(self.model)
+            arrays |= rows_of_lm_head(self.model, table, self.student.ids)
         for number in range(1, head.config.num_layers):
             norm = arrays.pop(f"layers.{number}.hidden_norm.weight")
             arrays[f"layers.{number}.input_layernorm.weight"] = norm
@@ -291,25 +303,15 @@ def published_config(config: Eagle3Config, taps: Sequence[int]) -> dict[str, Any
     rope = {**scaling, "rope_type": scaling["type"], "rope_theta": c.rope["theta"]}
     if c.rope.get("dims"):
         rope["partial_rotary_factor"] = c.rope["dims"] / c.head_dim
-    layer = {
+    layer = {name: getattr(c, name) for name in SAME} | {
         "model_type": "qwen3" if c.qk_norm else "llama",
-        "hidden_size": c.hidden_size,
-        "intermediate_size": c.intermediate_size,
         "num_hidden_layers": c.num_layers,
         "num_attention_heads": c.num_heads,
         "num_key_value_heads": c.num_kv_heads,
-        "head_dim": c.head_dim,
-        "hidden_act": c.hidden_act,
-        "rms_norm_eps": c.rms_norm_eps,
-        "max_position_embeddings": c.max_position_embeddings,
-        "vocab_size": c.vocab_size,
-        "attention_bias": c.attention_bias,
-        "mlp_bias": c.mlp_bias,
-        "tie_word_embeddings": False,
         "layer_types": [f"{kind}_attention" for kind in kinds],
-        "sliding_window": window,
         "use_sliding_window": window is not None,
         "rope_parameters": rope,
+        "tie_word_embeddings": False,
     }
     proposal = {
         "proposal_type": "greedy",
@@ -317,19 +319,14 @@ def published_config(config: Eagle3Config, taps: Sequence[int]) -> dict[str, Any
         "verifier_accept_k": 1,
         "accept_tolerance": 0.0,
     }
-    return {
+    return {name: getattr(c, name) for name in OWN} | {
         "architectures": ["PEagleDraftModel"],
         "speculators_model_type": "peagle",
         "speculators_version": VERSION,
-        "draft_vocab_size": c.draft_vocab_size,
-        "mask_token_id": c.mask_token_id,
         "eagle_aux_hidden_state_layer_ids": list(taps),
-        "target_hidden_size": c.target_hidden_size,
         "embed_requires_grad": True,
         "fc_norm": c.pre_fc_norm == "per_feature",
         "norm_before_fc": c.pre_fc_norm == "concat",
-        "norm_before_residual": c.norm_before_residual,
-        "norm_output": c.norm_output,
         "tie_word_embeddings": False,
         "transformer_layer_config": layer,
         "speculators_config": {

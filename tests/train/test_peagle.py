@@ -310,9 +310,9 @@ def test_heads_learn_and_texts_stay_the_targets(target, data, tmp_path):
     run = {
         **{**RUN, "test_prompts": 4, "test_tokens": 16, "val_batches": 25},
         **{"regenerate": True, "answer_temps": (0.0,), "answer_tokens": 16},
-        **{"iters": 80, "learning_rate": 5e-3, "draft_vocab_size": 128},
+        **{"iters": 60, "learning_rate": 5e-3, "draft_vocab_size": 128},
     }
-    train(str(target), str(data), str(tmp_path / "steps"), ttt_steps=3, **run)
+    train(str(target), str(data), str(tmp_path / "steps"), ttt_steps=3, **{**run, "iters": 20})
     parallel = {**run, **FRESH}
     for name, init in (("fresh", None), ("made", str(tmp_path / "steps"))):
         report = train(str(target), str(data), str(tmp_path / name), init=init, **parallel)
