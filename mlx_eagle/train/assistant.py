@@ -13,7 +13,7 @@ from mlx_lm.models.cache import KVCache
 
 from ..drafters.assistant import FULL, ORDERING, SLIDING, Assistant, sources, text_of
 from .chains import ChainRecipe, ChainTargets, known_tokens
-from .chunks import Arrays, with_weights
+from .chunks import Arrays, computed_again
 from .given import Given
 from .settings import LossSettings, TrainSettings
 from .student import Student
@@ -114,8 +114,8 @@ class AssistantRecipe(ChainRecipe):
         offset = first + (1 if head.config.position == "next" else 0)
         flat = [*targets.keys, *targets.values]
 
-        def run(_: int, rows: Arrays) -> Arrays:
-            known, states, *given = rows
+        def run(known: mx.array, states: mx.array, past: list[Arrays]) -> Arrays:
+            (given,) = past
             pairs = zip(given[: len(kinds)], given[len(kinds) :], strict=True)
             shared = dict(zip(kinds, pairs, strict=True))
             x = head.pre_projection(mx.concatenate([known, states], axis=-1))
@@ -125,11 +125,10 @@ class AssistantRecipe(ChainRecipe):
             return [x, head.post_projection(x)]
 
         states = features[:, first:]
-        parts = head.trainable_parameters().keys() - {*self.output_parts()}
         for step in range(self.depth):
-            given = [known_tokens(embeddings, step, first), states, *flat]
+            given = [known_tokens(embeddings, step, first), states]
             if settings.checkpoint:
-                x, states = with_weights(head, parts, run, given, len(states), again=True)
+                x, states = computed_again(head, self.output_parts(), run, given, [flat])
             else:
-                x, states = run(0, given)
+                x, states = run(*given, [flat])
             yield x

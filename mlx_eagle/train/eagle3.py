@@ -20,7 +20,7 @@ from .given import Given
 from .losses import TargetBatch, step_losses_of
 from .memory import amount
 from .recipe import HeadFiles, Recipe
-from .settings import CACHE_BITS, LossSettings, TrainSettings
+from .settings import CACHE_BITS, TrainSettings
 from .student import Student, converted_folder, fresh_student, head_files, student_from
 from .teacher import Teacher, cache_name
 from .unroll import unroll
@@ -51,15 +51,7 @@ class Eagle3Recipe(Recipe):
     ) -> tuple[mx.array, TargetBatch]:
         return self.teacher.teach(batch, self.depth, num_ranks)
 
-    def losses(
-        self,
-        head: nn.Module,
-        embeddings: mx.array,
-        features: mx.array,
-        targets: tuple[Any, ...],
-        settings: LossSettings,
-    ) -> mx.array:
-        return step_losses_of(head, embeddings, features, targets, settings)
+    losses = staticmethod(step_losses_of)
 
     def states(self, tokens: mx.array, features: mx.array, first: int) -> Iterator[mx.array]:
         """Yield the states (B, T - first, h) of each draft in a row, as decoding has them."""
@@ -107,12 +99,6 @@ def make_student(
         none = np.array([], np.int32)
         ids = resized_vocabulary(examples.train, none, size, vocab_size)
         return fresh_student(model, config, ids, settings)
-    given = [settings.aux_layers, settings.intermediate_size, settings.num_layers]
-    if any(value is not None for value in given):
-        raise ValueError(
-            "--init keeps the shape of the head it names: leave out --aux-layers, "
-            "--num-layers and --intermediate-size."
-        )
     student = student_from(settings.init, model, settings.model)
     ids = np.array(student.ids)
     size = settings.draft_vocab_size

@@ -36,7 +36,8 @@ class TrainedKind:
 
     ``recipe`` makes its recipe of settings, student, model and the drafter that it begins with.
     EAGLE heads have a ``make_student`` of their own, and their recipes take the examples, too.
-    ``more`` are settings that have parameters trained, too, with a part of their names.
+    ``more`` are settings that have parameters trained, too, with a part of their names;
+    ``with_init`` are those of fresh drafters that it takes for given ones as well.
     A kind ``of`` another in ``KINDS`` trains those of its drafters that it ``claims``, and makes
     one of the others where it is asked for; it has a ``title`` of its own.
     ``is_trained`` picks parameters by name. ``defaults`` are of settings that are None, ``flags``
@@ -55,6 +56,7 @@ class TrainedKind:
     fresh_rate: float | None = None
     make_student: Callable[..., Student] | None = None
     more: dict[str, str] = field(default_factory=dict)
+    with_init: tuple[str, ...] = ()
     of: str = ""
     claims: Callable[[Given], bool] = lambda given: False
     title: str = ""
@@ -93,6 +95,7 @@ TRAINED: dict[str, TrainedKind] = {
         losses=("kl", "tv", "l1"),
         needs=needs_of,
         make_student=peagle.make_student,
+        with_init=("mask_token_id",),
         of="eagle3",
         claims=peagle.is_parallel,
         title="a P-EAGLE head",
@@ -192,9 +195,9 @@ def filled(settings: TrainSettings, kind: str) -> TrainSettings:
     for name in BY_KIND:
         if name not in row.flags and getattr(settings, name) != plain[name]:
             raise ValueError(f"{flag_of(name)} is not for {title_of(kind)}: leave it out.")
-    if settings.init is not None and row.make_student is None:
-        for name in SHAPE:
-            if getattr(settings, name) != plain[name]:
+    if settings.init is not None:
+        for name in (*SHAPE, "aux_layers"):
+            if getattr(settings, name) != plain[name] and name not in row.with_init:
                 raise ValueError(
                     f"{flag_of(name)} is of fresh drafters, and --init keeps the shape of the one "
                     "it names: leave it out."

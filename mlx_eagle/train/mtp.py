@@ -5,6 +5,7 @@ committed slots of step 0, and its own of later ones.
 """
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -17,7 +18,7 @@ from ..drafters.mtp import FLOAT32, ROUTER
 from ..drafters.mtp_layers import JOIN, family_of
 from ..drafters.target_parts import find_embedding, lm_head_of
 from .chains import ChainRecipe, ChainTargets, known_tokens
-from .chunks import Arrays, with_weights
+from .chunks import Arrays, computed_again
 from .given import Given
 from .settings import LossSettings, TrainSettings
 from .student import Student
@@ -122,11 +123,15 @@ class MTPRecipe(ChainRecipe):
         start = 0 if alone else first
         states = features[..., : self.width]
         past: list[Arrays] = []
-        forward = _checkpointed if settings.checkpoint else advance
         for step in range(self.depth):
             own = start if step else 0
             known = known_tokens(embeddings, step, own)
-            states, *made = forward(head, known, states, [] if alone else past, own, step)
+            forward = partial(advance, head, first=own, step=step)
+            before = [] if alone else past
+            if settings.checkpoint:
+                states, *made = computed_again(head, (), forward, [known, states], before)
+            else:
+                states, *made = forward(known, states, before)
             past.append(made)
             if step == 0:
                 states = states[:, start:]
@@ -193,23 +198,3 @@ def advance(
         assert cache.made is not None
         made += cache.made
     return [head.norm(x) if head.state_normed else x, *made]
-
-
-def _checkpointed(
-    head: Any,
-    embeddings: mx.array,
-    states: mx.array,
-    past: list[Arrays],
-    first: int,
-    step: int,
-) -> Arrays:
-    """Run a step as ``advance`` does, but keep only its inputs and outputs for the gradient."""
-    num = len(past[0]) if past else 0
-
-    def inner(_: int, rows: Arrays) -> Arrays:
-        embeddings, states, *flat = rows
-        chains = [flat[i : i + num] for i in range(0, len(flat), num or 1)]
-        return advance(head, embeddings, states, chains, first, step)
-
-    rows = [embeddings, states, *(x for made in past for x in made)]
-    return with_weights(head, list(head.trainable_parameters()), inner, rows, len(states), True)

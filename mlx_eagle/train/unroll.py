@@ -5,11 +5,12 @@ arXiv:2503.01840, section 3.3).
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import mlx.core as mx
 
 from ..drafters.head import DraftAttention, DraftLayer, Eagle3Head
-from .chunks import Arrays, chunk_rows, in_chunks, with_weights
+from .chunks import Arrays, chunk_rows, computed_again, in_chunks
 from .compiled import softmax
 
 OUTSIDE = ("lm_head", "input_norm", "fc_norm", "embed_tokens", "mask_hidden")
@@ -125,16 +126,8 @@ def _checkpointed(
 ) -> Arrays:
     """Compute what ``_advance`` does, but keep only its inputs and outputs for the gradient."""
     outside = (*OUTSIDE, "fc") if head.config.fc_input == "features" else OUTSIDE
-    num = 2 * len(head.layers)
-
-    def inner(_: int, rows: Arrays) -> Arrays:
-        embeddings, states, *flat = rows
-        chains = [flat[i : i + num] for i in range(0, len(flat), num)]
-        return _advance(head, embeddings, states, chains, first)
-
-    rows = [embeddings, states, *(x for made in past for x in made)]
-    parts = [name for name in head.trainable_parameters() if name not in outside]
-    return with_weights(head, parts, inner, rows, len(states), again=True)
+    forward = partial(_advance, head, first=first)
+    return computed_again(head, outside, forward, [embeddings, states], past)
 
 
 def _attend(
