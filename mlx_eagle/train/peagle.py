@@ -247,7 +247,7 @@ class PEagleRecipe(eagle3.Eagle3Recipe):
         head = self.student.head
         own = split_weights(dict(tree_flatten(head.parameters())), head.config)
         came = None if self.given is None else self.given.published
-        found = None if came is None else as_it_came(came, own, np.array(self.student.ids))
+        found = None if came is None else as_it_came(came, own, self.student.ids)
         if came is not None and found is not None:
             return write_layout(folder, came.config, found)
         config = published_config(head.config, self.student.taps)
@@ -268,7 +268,7 @@ class PEagleRecipe(eagle3.Eagle3Recipe):
 
 
 def as_it_came(
-    checkpoint: DraftCheckpoint, own: Mapping[str, mx.array], ids: np.ndarray
+    checkpoint: DraftCheckpoint, own: Mapping[str, mx.array], ids: mx.array
 ) -> dict[str, mx.array] | None:
     """Return a checkpoint's tensors with a head's parameters in place, each in its stored type.
 

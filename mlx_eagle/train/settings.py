@@ -129,7 +129,9 @@ class TrainSettings:
         "model that it was made from.",
     )
     kind: str | None = setting(
-        None, "Kind of a fresh drafter (default: eagle3); with --init it follows from the drafter."
+        None,
+        "Kind of a fresh drafter (default: eagle3); with --init it follows from the drafter, but "
+        "peagle makes one of an EAGLE-3 head.",
     )
     fine_tune_type: str = setting(
         "full",

@@ -24,7 +24,7 @@ from ..system.atomic_folder import new_file
 from ..system.safetensors import save_arrays
 from .settings import TrainSettings
 
-FROZEN = "embed_tokens"  # an embedding of the head's own, which is not trained
+TABLE = "embed_tokens"  # an embedding of the head's own, which is never quantized
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ def head_files(
     shapes = {
         name.removesuffix(".weight"): array.shape
         for name, array in arrays.items()
-        if array.ndim == 2 and FROZEN not in name
+        if array.ndim == 2 and TABLE not in name
     }
     chosen = quantization.choose(shapes) if quantization is not None else {}
     stored: dict[str, mx.array] = {}

@@ -1,6 +1,7 @@
 """P-EAGLE heads: the loss by hand, what is dropped, and whole runs, fresh and adapted."""
 
 import json
+import shutil
 from pathlib import Path
 
 import mlx.core as mx
@@ -273,9 +274,19 @@ def pair(tmp_path_factory) -> tuple[Path, Path]:
     return folder / "target", folder / "given"
 
 
-def test_no_steps_change_nothing_and_one_step_all_but_tables(pair, data, tmp_path):
+@pytest.mark.parametrize("has_all_rows", thorough([False, True], False))
+def test_no_steps_change_nothing_and_one_step_all_but_maps(has_all_rows, pair, data, tmp_path):
+    """Also where the output matrix has a row for each token of the target."""
     target, given = pair
     own = mx.load(str(given / "model.safetensors"))
+    drafted = np.flatnonzero(np.array(own["t2d"]))
+    if has_all_rows:
+        given = shutil.copytree(given, tmp_path / "given")
+        rows = mx.random.normal((VOCAB, 32)).astype(mx.bfloat16)
+        rows[mx.array(drafted)] = own["lm_head.weight"]
+        own["lm_head.weight"] = rows
+        mx.save_safetensors(str(given / "model.safetensors"), own)
+        own = mx.load(str(given / "model.safetensors"))
     for iters in (0, 1):
         out = tmp_path / str(iters)
         run = {**RUN, "learning_rate": 0.1, "depths": 3, "init": str(given)}
@@ -285,6 +296,9 @@ def test_no_steps_change_nothing_and_one_step_all_but_tables(pair, data, tmp_pat
         assert all(found[name].dtype == own[name].dtype for name in own)
         same = {name for name in own if mx.array_equal(found[name], own[name]).item()}
         assert same == ({"d2t", "t2d"} if iters else set(own))
+        if has_all_rows and iters:
+            rows = [np.array(x["lm_head.weight"].astype(mx.float32)) for x in (own, found)]
+            assert set(np.flatnonzero((rows[0] != rows[1]).any(axis=1))) == set(drafted)
         config = (out / "published" / "config.json").read_text()
         assert json.loads(config) == json.loads((given / "config.json").read_text())
         assert_drafts(target, out)
