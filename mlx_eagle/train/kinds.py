@@ -66,17 +66,11 @@ LORA = ("fine_tune_type", "lora_rank", "lora_scale")
 EAGLE = ("draft_vocab_size", "aux_layers", "intermediate_size", "cache_features", "cache_bits")
 SHAPE = ("block_size", "mask_token_id", "num_layers", "intermediate_size")
 CHAINS = ("ttt_steps", "step_decay", "labels", *LORA)
+USUAL = {"learning_rate": 1e-4, "warmup": 0.015, "max_grad_norm": 0.5}  # as EAGLE-3's trainers
 TRAINED: dict[str, TrainedKind] = {
     "eagle3": TrainedKind(
         eagle3.Eagle3Recipe,
-        defaults={
-            "learning_rate": 1e-4,
-            "warmup": 0.015,
-            "max_grad_norm": 0.5,
-            "ttt_steps": 7,
-            "step_decay": 0.8,
-            "loss": "ce",
-        },
+        defaults=USUAL | {"ttt_steps": 7, "step_decay": 0.8, "loss": "ce"},
         flags=(*EAGLE, "ttt_steps", "step_decay", "kl_scale", "kl_decay", "num_layers"),
         losses=("ce", "lk-alpha", "lk-lambda"),
         needs=needs_of,
@@ -84,13 +78,7 @@ TRAINED: dict[str, TrainedKind] = {
     ),
     "peagle": TrainedKind(
         peagle.PEagleRecipe,
-        defaults={
-            "learning_rate": 1e-4,
-            "warmup": 0.015,
-            "max_grad_norm": 0.5,
-            "depths": 8,
-            "loss": "kl",
-        },
+        defaults=USUAL | {"depths": 8, "loss": "kl"},
         flags=(*EAGLE, "depths", "num_layers", "mask_token_id"),
         losses=("kl", "tv", "l1"),
         needs=needs_of,
@@ -120,15 +108,7 @@ TRAINED: dict[str, TrainedKind] = {
     "assistant": TrainedKind(
         assistant.AssistantRecipe,
         assistant.is_trained,
-        defaults={
-            "learning_rate": 1e-4,
-            "warmup": 0.015,
-            "max_grad_norm": 0.5,
-            "ttt_steps": 4,
-            "step_decay": 0.8,
-            "loss": "kl",
-            "labels": "argmax",
-        },
+        defaults=USUAL | {"ttt_steps": 4, "step_decay": 0.8, "loss": "kl", "labels": "argmax"},
         flags=(*CHAINS, "train_embeddings"),
         losses=MIXED,
         more={"train_embeddings": assistant.TABLE},
