@@ -10,6 +10,7 @@ from ..drafters.seen_text import TextMatch
 from ..drafters.tree import LEAST_MATCHES, PLAIN, DraftPlan, DraftShape
 from ..system.ranks import Relay, is_first
 from ..target_model.sharding import is_sharded
+from ..target_model.target import Target
 from .auto import AdaptiveController
 from .stats import DraftingEvent
 
@@ -18,8 +19,8 @@ class AgreedController:
     """A ``Controller`` that decides alike in all ranks, whatever their clocks and chips say.
 
     Rank 0 chooses a round ahead: its choice travels while the round before is computed, and nobody
-    waits for it. That is one exchange of a few numbers more than the passes need. Trees are not
-    among the shapes.
+    waits for it. That is one exchange of a few numbers more than the passes need, or none where
+    a pipeline's passes take it along: then rank 0 chooses two rounds ahead.
     """
 
     def __init__(self, own: AdaptiveController, stream: mx.Stream | mx.ThreadLocalStream):
@@ -28,6 +29,12 @@ class AgreedController:
         first = Relay(stream).pass_on([own.drafting_off, own.never_pays])
         self.drafting_off = bool(first[0])
         self.never_pays = bool(first[1])
+
+    def ride(self, target: Target) -> None:
+        """Send choices with the activations that passes of ``target`` exchange, where they do."""
+        if target.stage.to_fetch(target.taps):
+            target.exchange = self._relay.ride
+            self._relay.rides = True
 
     @property
     def events(self) -> list[DraftingEvent]:
