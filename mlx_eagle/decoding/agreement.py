@@ -7,7 +7,7 @@ import mlx.nn as nn
 
 from ..drafters.acceptance_stats import CopySeen
 from ..drafters.seen_text import TextMatch
-from ..drafters.tree import LEAST_MATCHES, PLAIN, DraftPlan, DraftShape
+from ..drafters.tree import LEAST_MATCHES, PLAIN, TREES, DraftPlan, DraftShape
 from ..system.ranks import Relay, is_first
 from ..target_model.sharding import is_sharded
 from ..target_model.target import Target
@@ -72,20 +72,23 @@ def agreed(
 
 
 def to_numbers(plan: DraftPlan) -> list[int]:
-    """A plan without trees as whole numbers, always as many."""
+    """A plan without prices as whole numbers, always as many."""
     shapes = [plan.shape]
     for others in (plan.by_match, plan.by_answer):
         shapes += others or [PLAIN] * len(LEAST_MATCHES)
     numbers = [bool(plan.by_match), bool(plan.by_answer)]
-    return [*numbers, *(shape.size for shape in shapes), *(shape.copy for shape in shapes)]
+    drafts = (s.size if s.tree is None else -1 - TREES.index(s) for s in shapes)
+    return [*numbers, *drafts, *(shape.copy for shape in shapes)]
 
 
 def from_numbers(numbers: Sequence[int]) -> DraftPlan:
     """The plan that ``to_numbers`` gave these for."""
     has_matches, has_answers, *values = numbers
     half = len(values) // 2
-    sizes = zip(values[:half], values[half:], strict=True)
-    first, *others = (DraftShape(size, copy=copy) for size, copy in sizes)
+    drafts = zip(values[:half], values[half:], strict=True)
+    first, *others = (
+        TREES[-1 - size] if size < 0 else DraftShape(size, copy=copy) for size, copy in drafts
+    )
     num = len(LEAST_MATCHES)
     by_match = tuple(others[:num]) if has_matches else ()
     return DraftPlan(first, by_match, tuple(others[num:]) if has_answers else ())
