@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import mlx.core as mx
@@ -179,5 +180,8 @@ def _watch_launcher(parent: int, signals: socket.socket) -> None:
 def _end(number: int, frame: object = None) -> None:
     """Say why, and end at once: whatever else is exchanged now may never return."""
     was_user = number == signal.SIGINT
+    if was_user:  # mlx.launch passes nothing on after a Ctrl-C
+        with suppress(OSError):
+            os.dup2(os.open("/dev/tty", os.O_WRONLY), 2)
     os.write(2, b"\ninterrupted\n" if was_user else f"error: {LOST}\n".encode())
     os._exit(128 + number)
