@@ -17,7 +17,7 @@ from urllib.request import Request, urlopen
 import pytest
 from drafter_pairs import tiny_gemma3
 from mlx_lm.utils import save_model
-from ranks import free_ports
+from ranks import first_of_ports
 from serving import write_pair, write_tokenizer
 
 LIMIT = 200  # seconds: on a busy machine a process needs 20 to start
@@ -33,7 +33,7 @@ def pair(tmp_path_factory) -> dict[str, str]:
 
 def launched(words: Sequence[str], num_ranks: int = 2) -> list[str]:
     launch = str(Path(sys.executable).parent / "mlx.launch")
-    port = str(free_ports(1)[0])
+    port = str(first_of_ports(num_ranks))
     where = ["-n", str(num_ranks), "--backend", "ring", "-p", port, "--python", sys.executable]
     return [sys.executable, launch, *where, "--", "-m", *words]
 
