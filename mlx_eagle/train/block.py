@@ -264,11 +264,11 @@ class BlockRecipe(GivenRecipe):
 
         found = with_weights(head, self.parts, compare, [states], self._at_once, again=False)
         asked = given.asked.reshape(-1, self.depth)
-        weights = mx.stop_gradient(self._position_weights(found[0], asked))
-        total = (weights * sum(found) * asked).sum()
+        weights = [mx.stop_gradient(self._position_weights(each, asked)) for each in found]
+        total = sum((w * each * asked).sum() for w, each in zip(weights, found, strict=True))
         divisor = {
             "rows": given.counts[0],
-            "weights": (weights * asked).sum(),
+            "weights": (weights[0] * asked).sum(),
             "texts": mx.array(float(len(given.anchors))),
         }
         return (total / mx.maximum(divisor[str(self.settings.loss_divisor)], TINY))[None]

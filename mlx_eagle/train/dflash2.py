@@ -1,7 +1,8 @@
 """Training of DFlash2 heads: as DFlash, and the selector's choice among the candidates.
 
-speculators 0.9, models/dflash2: both losses have the same weights. Which tokens are candidates is
-not learnt from; the target's choice takes the last one's place where it is not among them.
+speculators 0.9, models/dflash2: both losses are weighed by position in one way, D-PACE each by its
+own confidences. Which tokens are candidates is not learnt from; the target's choice takes the last
+one's place where it is not among them.
 """
 
 from pathlib import Path

@@ -14,11 +14,10 @@ from ..drafters.dspark import DSparkConfig, DSparkHead
 from .block import BlockRecipe, fresh_fields, layer_values, write_fresh
 from .chunks import Arrays
 from .compiled import softmax
+from .losses import mixed_losses
 from .settings import TrainSettings
 
-OF_ENTROPY = 0.1  # share of cross-entropy in the loss of a slot
 RANK = 256  # of a fresh head's Markov head
-LEAST = 1e-30  # in place of a probability of 0, whose logarithm is taken
 
 
 class DSparkRecipe(BlockRecipe):
@@ -41,17 +40,11 @@ class DSparkRecipe(BlockRecipe):
             rows.append(logits)
         probs = softmax(self.teacher.output(final).astype(mx.float32))
         logits = mx.stack(rows, axis=1)[..., : probs.shape[-1]].astype(mx.float32)
-        logs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-        apart = mx.abs(probs - mx.exp(logs)).sum(axis=-1)
-        if self.settings.loss == "kl":
-            loss = (probs * (mx.log(mx.maximum(probs, LEAST)) - logs)).sum(axis=-1)
-        else:
-            said = mx.take_along_axis(logs, labels[..., None], axis=-1)[..., 0]
-            loss = (1 - OF_ENTROPY) * apart - OF_ENTROPY * said
+        loss = mixed_losses(self.settings.losses().terms, logits, probs, labels)
         sure = drafter.confidence_logits(states, before)
         if sure is None:
             return [loss]
-        kept = mx.stop_gradient(1 - apart / 2)
+        kept = mx.stop_gradient(mx.minimum(probs, softmax(logits)).sum(axis=-1))
         return [loss, mx.logaddexp(0, sure) - kept * sure]
 
 

@@ -106,21 +106,22 @@ def _activations(config: Eagle3Config, item: int, sizes: Sizes, losses: LossSett
     ``item`` is the bytes of a number in the type that the head computes in.
     """
     slots = sizes.num_texts * sizes.length
+    passes = sum(map(losses.share, range(losses.num_steps)))
     hidden = config.hidden_size
     num_layers = config.num_layers
     heads = config.num_heads * config.head_dim
     keys = 2 * config.num_kv_heads * config.head_dim
     chunk = sizes.num_texts * config.num_heads * sizes.length**2 * FULL
     attention = slots * item * 8 * hidden + ATTENDED * min(CHUNK_BYTES, chunk)
-    logits = FULL * sizes.num_counted * config.draft_vocab_size * losses.num_steps
+    logits = FULL * sizes.num_counted * config.draft_vocab_size * passes
     compared = COMPARED * min(CHUNK_BYTES, logits)
     # Numbers of a slot that the gradient of one layer is made of, in one step.
     layer = 8 * hidden + 2 * (heads + keys) + 3 * config.intermediate_size
     if not losses.checkpoint:
-        return losses.num_steps * slots * item * layer * num_layers + max(attention, compared)
+        return passes * slots * item * layer * num_layers + max(attention, compared)
     kept = 3 * hidden + 2 * keys * num_layers
     again = slots * item * (layer * num_layers + 3 * config.intermediate_size - hidden)
-    return losses.num_steps * slots * item * kept + max(again, attention, compared)
+    return passes * slots * item * kept + max(again, attention, compared)
 
 
 def needs_of_drafter(

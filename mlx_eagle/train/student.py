@@ -24,7 +24,7 @@ from ..system.atomic_folder import new_file
 from ..system.safetensors import save_arrays
 from .settings import TrainSettings
 
-FROZEN = "embed_tokens"  # an embedding of the head's own, which is not trained
+TABLE = "embed_tokens"  # an embedding of the head's own, which is never quantized
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def student_from(source: str, model: nn.Module, target: str | None) -> Student:
 
     Its shape and vocabulary stay as they are; a quantized head is dequantized. ``target`` is the
     target's folder or repository id, for the converter. Raises ValueError for a head that is more
-    than llama layers drafting step by step.
+    than llama layers.
     """
     with tempfile.TemporaryDirectory() as scratch:
         folder = converted_folder(source, Path(scratch), target)
@@ -163,7 +163,6 @@ def student_from(source: str, model: nn.Module, target: str | None) -> Student:
 
 def _check_trainable(config: Eagle3Config, source: str) -> None:
     features = {
-        "drafts in one pass (P-EAGLE)": config.mask_token_id is not None,
         "has parallel heads": config.num_parallel_heads > 0,
         "attends to a latent (MLA)": config.latent is not None,
         "scales queries by their position": config.position_scale is not None,
@@ -172,8 +171,8 @@ def _check_trainable(config: Eagle3Config, source: str) -> None:
     for feature, holds in features.items():
         if holds:
             raise ValueError(
-                f"{source} {feature}, and only heads of llama layers that draft step by step are "
-                "trained here: start from another head, or from none."
+                f"{source} {feature}, and only heads of llama layers are trained here: start from "
+                "another head, or from none."
             )
 
 
@@ -197,7 +196,7 @@ def head_files(
     shapes = {
         name.removesuffix(".weight"): array.shape
         for name, array in arrays.items()
-        if array.ndim == 2 and FROZEN not in name
+        if array.ndim == 2 and TABLE not in name
     }
     chosen = quantization.choose(shapes) if quantization is not None else {}
     stored: dict[str, mx.array] = {}

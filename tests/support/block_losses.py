@@ -189,7 +189,7 @@ def naive_block_loss(
             block = [text[a], *[c.mask_token_id] * (c.block_size - 1)]
             states = net.states(features[:a], embed(mx.array(block)))[c.first_slot :]
             before = text[a : a + len(states)]
-            rows, firsts = [], []
+            rows = []
             added = net.markov(states[: len(before)], before) if kind == "dspark" else None
             for k, token in enumerate(before):
                 place = a + 1 + k
@@ -205,9 +205,9 @@ def naive_block_loss(
                 log_q = z - mx.logsumexp(z)
                 p = mx.softmax(said[place - 1])
                 loss = -log_q[label]
-                firsts.append(loss.item())
+                seconds = 0.0
                 if kind == "dflash2":
-                    loss = loss + net.chosen(z, states[k], token, label)
+                    seconds = net.chosen(z, states[k], token, label)
                 if kind == "dspark":
                     kept = mx.minimum(p, mx.exp(log_q)).sum()
                     loss = 0.1 * loss + 0.9 * 2 * (1 - kept)
@@ -216,13 +216,13 @@ def naive_block_loss(
                     sure = net.estimate(states[k], token)
                     if sure is not None:
                         is_kept = kept.item()
-                        loss = loss - is_kept * mx.log(sure) - (1 - is_kept) * mx.log(1 - sure)
-                rows.append(loss)
-            for weight, loss in zip(
-                position_weights(settings, c.block_size, firsts), rows, strict=True
-            ):
-                sums.append(weight * loss)
-                total += weight
-                num += 1
+                        seconds = -is_kept * mx.log(sure) - (1 - is_kept) * mx.log(1 - sure)
+                rows.append((loss, mx.array(seconds)))
+            for which, losses in enumerate(zip(*rows, strict=True)):
+                values = [loss.item() for loss in losses]
+                weights = position_weights(settings, c.block_size, values)
+                sums += [weight * loss for weight, loss in zip(weights, losses, strict=True)]
+                total += 0 if which else sum(weights)
+            num += len(rows)
     divisor = {"weights": total, "rows": num, "texts": num_texts}[settings.loss_divisor]
     return mx.stack(sums).sum() / divisor

@@ -53,8 +53,8 @@ def loud(model: nn.Module) -> nn.Module:
     return model
 
 
-def mtp(folder: Path) -> Case:
-    model = loud(tiny_qwen3_next(vocab_size=VOCAB))
+def mtp(folder: Path, **changes: Any) -> Case:
+    model = loud(tiny_qwen3_next(vocab_size=VOCAB, **changes))
     config = dict(vars(model.args))
     write_model(folder / "target", model, config)
     part = mtp_checkpoints.qwen(model)
@@ -219,6 +219,9 @@ def naive_chain_losses(
                 p = mx.softmax(said)
                 if loss == "kl":
                     one = (p * (mx.log(p) - log_q)).sum()
+                elif loss == "mix":  # ce=.1,tv=.6,l1=.2
+                    rejected = 1 - mx.minimum(p, mx.exp(log_q)).sum()
+                    one = rejected - 0.1 * log_q[text[place]]
                 else:
                     label = text[place] if loss == "text" else mx.argmax(said).item()
                     one = -log_q[label]

@@ -34,12 +34,18 @@ from mlx_eagle.train.optimizer import TrainStep
 from mlx_eagle.train.settings import TrainSettings
 
 BOUND = {"assistant": 5e-5}  # of all others 2e-5
+MORE = {
+    "mtp": ({"train_experts": True}, {"num_experts": 4}, "switch_mlp"),
+    "mtp, fused": ({"train_experts": True}, {"num_experts": 4}, "switch_mlp"),
+    "assistant": ({"train_embeddings": True}, {}, "embed_tokens"),
+}
 LOSSES = [
     ("mtp", {}, {}),
     ("assistant", {}, {}),
     ("dflash", {}, {}),
     ("dspark", {}, {"markov_kind": "rnn"}),
     ("dflash2", {}, {"top_k": 100}),  # labels among them, and others
+    ("mtp", {"loss": "ce=.1,tv=.6,l1=.2"}, {}),
     ("mtp", {"loss": "ce"}, {}),
     ("assistant", {"loss": "ce"}, {}),
     ("dflash", {"position_weights": "decay"}, {}),
@@ -49,7 +55,7 @@ LOSSES = [
     ("dspark", {}, {"vocab_size": 262, "draft_vocab_size": 262, "lm_head_source": "file"}),
     ("dflash2", {"position_weights": "decay", "labels": "text"}, {"top_k": 3, "kernel_size": 3}),
 ]
-QUICK = LOSSES[:5]
+QUICK = LOSSES[:6]
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -75,7 +81,8 @@ def by_hand(case, recipe, batch):
         if case.kind in BLOCKS:
             found = block_loss_by_hand(case, case.kind, recipe, batch)
             return found, [found]
-        loss = "kl" if settings.loss == "kl" else settings.labels
+        loss = "mix" if "=" in settings.loss else settings.loss
+        loss = settings.labels if loss == "ce" else loss
         losses = naive_chain_losses(case, head, batch, recipe.depth, loss)
         scale = settings.step_decay ** np.arange(recipe.depth)
         scale = scale / scale.sum() if case.kind == "mtp" else scale
@@ -109,6 +116,55 @@ def test_losses_and_gradients_are_those_by_hand(each, checkpoint, tmp_path, monk
         np.testing.assert_allclose(
             np.array(gradients[name]), np.array(gradient), atol=bound * largest, err_msg=name
         )
+
+
+def fuse_experts(folder: Path) -> None:
+    """Store the experts of a published layer in two matrices, as Qwen3.5's are."""
+    arrays = mx.load(str(folder / "model.safetensors"))
+    start = "layers.0.mlp.experts."
+    parts = {
+        name: mx.stack([arrays.pop(f"{start}{i}.{name}.weight") for i in range(4)])
+        for name in ("gate_proj", "up_proj", "down_proj")
+    }
+    arrays[f"{start}gate_up_proj"] = mx.concatenate([parts["gate_proj"], parts["up_proj"]], -2)
+    arrays[f"{start}down_proj"] = parts["down_proj"]
+    mx.eval(arrays)
+    mx.save_safetensors(str(folder / "model.safetensors"), arrays)
+
+
+@pytest.mark.parametrize("what", thorough(MORE, "mtp, fused", "assistant"))
+def test_more_is_trained_where_it_is_asked_for(what, data, tmp_path):
+    """Gradients as by hand, of experts and of the table, and all of them come out as published."""
+    options, changes, part = MORE[what]
+    kind = what.split(",")[0]
+    case = CASES[kind](tmp_path, **changes)
+    if kind != what:
+        fuse_experts(case.given)
+    case.kind = kind
+    recipe = recipe_of(case, kind, **options)
+    batch = some_batch()
+    _, gradients = learnt(recipe, batch)
+    _, theirs = by_hand(case, recipe, batch)
+    assert gradients.keys() == theirs.keys() and any(part in name for name in theirs)
+    largest = max(float(mx.abs(x).max()) for x in theirs.values())
+    bound = max(BOUND.get(kind, 2e-5), tolerance()) * largest
+    for name, gradient in theirs.items():
+        ours = np.array(gradients[name])
+        np.testing.assert_allclose(ours, np.array(gradient), atol=bound, err_msg=name)
+    run = {**NOTHING, **options, "iters": 1, "learning_rate": 0.1, "init": str(case.given)}
+    out = tmp_path / "out"
+    train(str(case.target), str(data), str(out), **run)
+    model, tokenizer = mlx_lm.load(str(case.target))
+    drafter = mlx_eagle.load_drafter(out, model)
+    published = open_given(str(out / "published"), str(case.target))
+    again = converted(published, str(case.target)).load(model, None)
+    before = dict(tree_flatten(recipe._initial()))
+    mine = dict(tree_flatten(drafter.head.parameters()))
+    for name, array in tree_flatten(again.head.parameters()):
+        assert mx.allclose(array, mine[name], atol=1e-6).item(), name
+        assert (name in gradients) == (not mx.array_equal(array, before[name]).item()), name
+    plain = mlx_lm.generate(model, tokenizer, "say", max_tokens=8)
+    assert mlx_eagle.generate(model, tokenizer, "say", max_tokens=8, draft_model=drafter) == plain
 
 
 RUN = {
@@ -202,13 +258,25 @@ REFUSED = {
     "weights": ({"init": "dspark", "position_weights": "dpace"}, "dpace, which goes by cross-en"),
     "steps": ({"init": "dflash2", "ttt_steps": 3}, "--ttt-steps is not for a DFlash2 head"),
     "reduced": ({"init": "dflash2", "draft_vocab_size": 64}, "--draft-vocab-size is not for a DF"),
-    "entropy": ({"init": "dspark", "loss": "ce"}, "--loss is ce, and a DSpark head is"),
+    "entropy": (
+        {"init": "dspark", "loss": "lk-alpha"},
+        "--loss is lk-alpha, and a DSpark head is",
+    ),
     "float16": ({"init": "dflash2", "dtype": "float16"}, "give --dtype bfloat16 or float32"),
     "anchors": ({"init": "mtp", "anchors": 4}, "--anchors is not for an MTP layer"),
     "vocabulary": ({"init": "mtp", "draft_vocab_size": 64}, "--draft-vocab-size is not for"),
     "loss": ({"init": "mtp", "loss": "lk-alpha"}, "--loss is lk-alpha, and an MTP layer is"),
+    "mix": ({"init": "mtp", "loss": "ce=.5,lk=1"}, "--loss is ce=.5,lk=1: give one of"),
+    "share": ({"init": "mtp", "loss": "ce=-1"}, "--loss is ce=-1: give one of"),
+    "mix of blocks": ({"init": "dflash", "loss": "ce=.1,tv=.9"}, "a DFlash head is trained with"),
     "lora": ({"fine_tune_type": "lora"}, "--fine-tune-type is not for an EAGLE head"),
     "another target": ({"init": "assistant"}, "reads keys and values that only Gemma 4 has"),
+    "experts": ({"init": "mtp", "train_experts": True}, "the experts of .* are none"),
+    "table": ({"init": "mtp", "train_embeddings": True}, "--train-embeddings is not for an MTP"),
+    "matrices": (
+        {"init": "mtp", "train_experts": True, "fine_tune_type": "lora"},
+        "--train-experts trains whole matrices",
+    ),
     "block": ({"init": "dflash", "block_size": 4}, "--block-size is of fresh drafters"),
     "no words": (
         {"init": "dflash", "max_seq_length": 8},
@@ -309,8 +377,8 @@ def test_a_fresh_head_of_blocks_learns(kind, refused, data, tmp_path):
 
 
 def test_kinds_that_are_trained_are_kinds():
-    assert set(TRAINED) <= set(KINDS)
-    assert set(CASES) | {"eagle3"} == set(TRAINED)  # each is tested
+    assert {row.of or name for name, row in TRAINED.items()} <= set(KINDS)
+    assert set(CASES) | {"eagle3", "peagle"} == set(TRAINED)  # each is tested
 
 
 def test_the_table_of_the_page_is_made_of_the_kinds():
