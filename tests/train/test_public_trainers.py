@@ -14,16 +14,21 @@ import pytest
 from assistants import golden_folder, golden_target
 from drafter_pairs import tiny_qwen3_5
 from golden import frozen
-from helpers import tiny_qwen3
+from helpers import byte_tokenizer, tiny_qwen3
 from mlx_lm.models import llama
 from tolerances import tolerance
 from trained_kinds import recipe_of
 from training import write_model
 
+from mlx_eagle.drafters.head_weights import split_weights
 from mlx_eagle.train.batches import TokenBatch
 from mlx_eagle.train.chains import places_of
+from mlx_eagle.train.data import Examples
+from mlx_eagle.train.kinds import filled
 from mlx_eagle.train.optimizer import TrainStep
+from mlx_eagle.train.peagle import PEagleRecipe, make_student
 from mlx_eagle.train.recipe import Recipe
+from mlx_eagle.train.settings import TrainSettings
 
 BOUND = max(2e-5, tolerance())
 ASSISTANTS = max(5e-5, tolerance())  # for rounding grows in them
@@ -134,6 +139,10 @@ BLOCKS = {
     "dflash": ("dflash", {}),
     "dflash-narrow": ("dflash", {**DECAY, "loss_divisor": "rows"}),
     "dflash-text": ("dflash", {**DECAY, "labels": "text"}),
+    "dflash2": ("dflash2", {}),
+    "dspark": ("dspark", {}),
+    "dspark-rnn": ("dspark", {}),
+    "dspark-kl": ("dspark", {**DECAY, "loss": "kl", "loss_divisor": "rows"}),
 }
 """Kinds of blocks, with options by which they are trained as there. By default ours is ``dflash``.
 
@@ -166,3 +175,27 @@ def test_assistants(tmp_path: Path) -> None:
     recipe = example.recipe("assistant", ttt_steps=3)
     table = ("model.embed_tokens.",)  # not trained
     example.compare(recipe, *recipe.teach(example.batch, 0), ASSISTANTS, table)
+
+
+def test_peagle(tmp_path: Path) -> None:
+    """speculators also counts slots where the target's choice cannot be drafted."""
+    example = Example("peagle", tmp_path)
+    values = {"model": str(example.target), "init": str(example.given), "depths": 4}
+    settings = filled(TrainSettings(data="", output="", **values), "peagle")
+    none = Examples([], [], [])
+    student = make_student(settings, example.model, {}, byte_tokenizer(), none)
+    recipe = PEagleRecipe(settings, student, example.model, None, none)
+    text, slot, depth = example.arrays["elements"].T
+    kept = [[slot[(text == t) & (depth == d)] for d in (1, 2, 3)] for t in range(3)]
+    step = TrainStep(student, settings.losses(), 1.0, 0.0, recipe)
+    tokens = mx.array(example.batch.tokens)
+    losses, gradients = step.gradients(tokens, *recipe.targets_of(example.batch, kept))
+    assert float(losses.sum()) == pytest.approx(float(example.arrays["losses"][0]), rel=BOUND)
+    theirs = example.gradients()
+    second = theirs.pop("layers.1.input_layernorm.weight")
+    theirs["layers.1.hidden_norm.weight"] = second
+    ours = split_weights(gradients, student.head.config)
+    assert ours.keys() == theirs.keys()
+    for name, wanted in theirs.items():
+        found = np.array(ours[name]).reshape(wanted.shape)
+        assert frozen.relative(found, wanted) < BOUND, name
