@@ -9,8 +9,9 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from mlx_eagle.drafters.kinds import KINDS
+from mlx_eagle.drafters.kinds import KINDS, is_converted
 from mlx_eagle.drafters.target_parts import INDEX, find_shards, read_target_config, read_tensors
 from mlx_eagle.system.atomic_folder import new_folder
 from mlx_eagle.system.hub import locate
@@ -45,6 +46,12 @@ def stitch(layers: str, target: str, folder: str) -> Path:
             f"{layers} was trained for"
         )
     new = _layers_in(layers, is_part)
+    sizes = [_hidden_size(each) for each in (read_target_config(locate(layers, FILES)), config)]
+    if None not in sizes and sizes[0] != sizes[1]:
+        raise ValueError(
+            f"{layers} is for a model of hidden size {sizes[0]}, and that of {target} is "
+            f"{sizes[1]}; give the model that the layers were taken from"
+        )
     holders = [source / name for name in find_shards(str(source), is_part)]
     old = _places(holders, is_part)
     _check(new, old, layers, target)
@@ -73,15 +80,20 @@ def stitch(layers: str, target: str, folder: str) -> Path:
 
 def _layers_in(layers: str, is_part: Callable[[str], bool]) -> Places:
     """Find the tensors of a folder of MTP layers, by their names in the model's checkpoint."""
-    files = sorted(locate(layers, FILES).glob("*.safetensors"))
-    stored = _places(files, lambda name: True)
+    folder = locate(layers, FILES)
+    stored = _places(sorted(folder.glob("*.safetensors")), lambda name: True)
     named = {name if is_part(name) else PREFIX + name: place for name, place in stored.items()}
-    if not named or not all(map(is_part, named)):
+    # Converted layers may be packed, and their norms are others than those that are published.
+    if not named or not all(map(is_part, named)) or is_converted(folder):
         raise ValueError(
             f"{layers} is no folder of this model's MTP layers; give what mlx_eagle.train wrote "
             "under published, for --init mtp"
         )
     return named
+
+
+def _hidden_size(config: dict[str, Any]) -> int | None:
+    return (config.get("text_config") or config).get("hidden_size")
 
 
 def _places(files: list[Path], is_wanted: Callable[[str], bool]) -> Places:

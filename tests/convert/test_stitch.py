@@ -133,12 +133,21 @@ def test_what_does_not_fit_is_refused(made, tmp_path, capsys):
     assert "is no folder of this model's MTP layers" in refused(target, target, tmp_path / "new")
     assert "is no model in safetensors that has MTP" in refused(layers, out, tmp_path / "new")
     assert "/nowhere" in refused(layers, "/nowhere", tmp_path / "new")
+    # Converted layers: not in their published layout, so not what other engines read.
+    assert "is no folder of this model's MTP layers" in refused(out, target, tmp_path / "new")
     other = shutil.copytree(layers, tmp_path / "other")
     arrays = mx.load(str(other / "model.safetensors"))
     arrays = {name: array.astype(mx.bfloat16) for name, array in arrays.items()}
     mx.save_safetensors(str(other / "model.safetensors"), arrays)
     said = refused(other, target, tmp_path / "new")
     assert "has F32 [" in said and "as BF16 [" in said and said.count("\n") == 1
+    narrow = tmp_path / "narrow"
+    model = tiny_qwen3_5(vocab_size=VOCAB, hidden_size=32)
+    write_model(narrow, model, dict(vars(model.args)))
+    for folder in (out, layers):  # no tensors there to compare with
+        said = refused(folder, narrow, tmp_path / "new")
+        assert said.count("\n") == 1
+    assert "hidden size 64, and that of" in said
     stray = tmp_path / "stray"
     model = tiny_qwen3_5(vocab_size=VOCAB)
     write_model(stray, model, dict(vars(model.args)))
