@@ -67,6 +67,12 @@ class TrainedKind:
 LORA = ("fine_tune_type", "lora_rank", "lora_scale")
 EAGLE = ("draft_vocab_size", "aux_layers", "intermediate_size", "cache_features", "cache_bits")
 SHAPE = ("block_size", "mask_token_id", "num_layers", "intermediate_size")
+GO_WITH = {
+    "gamma": ("position_weights", "decay"),
+    "lora_rank": ("fine_tune_type", "lora"),
+    "lora_scale": ("fine_tune_type", "lora"),
+}
+"""Settings that say something only where another one has this value."""
 CHAINS = ("ttt_steps", "step_decay", "labels", *LORA)
 USUAL = {"learning_rate": 1e-4, "warmup": 0.015, "max_grad_norm": 0.5}  # as EAGLE-3's trainers
 DFLASH = TrainedKind(
@@ -227,7 +233,11 @@ def filled(settings: TrainSettings, kind: str) -> TrainSettings:
     if settings.loss == "kl" and "loss_divisor" in defaults:
         defaults["loss_divisor"] = "rows"
     missing = {k: v for k, v in defaults.items() if getattr(settings, k) is None}
-    return replace(settings, kind=kind, **missing)
+    found = replace(settings, kind=kind, **missing)
+    for name, (other, value) in GO_WITH.items():
+        if getattr(settings, name) != plain[name] and getattr(found, other) != value:
+            raise ValueError(f"{flag_of(name)} is about {flag_of(other)} {value}: give both.")
+    return found
 
 
 def student_of(settings: TrainSettings, given: Given, model: nn.Module) -> Student:

@@ -5,7 +5,14 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..system.cli_values import LARGEST, Range, check_ranges, flag_of, layer_numbers
+from ..system.cli_values import (
+    LARGEST,
+    Range,
+    check_ranges,
+    flag_of,
+    layer_numbers,
+    read_number,
+)
 from ..system.device import DTYPES
 
 MIXED = ("ce", "kl", "tv", "l1")
@@ -38,15 +45,13 @@ class LossSettings:
 
     def __post_init__(self) -> None:
         known = MIXED if "=" in self.kind else LOSSES
-        if not self.terms or any(
+        if len(self.terms) != self.kind.count(",") + 1 or any(
             x not in known or not 0 < w < LARGEST for x, w in self.terms.items()
         ):
             raise ValueError(
                 f"--loss is {self.kind}: give one of {', '.join(LOSSES)}, or of "
                 f"{', '.join(MIXED)} a mix such as ce=.1,tv=.9."
             )
-        if self.num_steps < 1:
-            raise ValueError(f"ttt_steps is {self.num_steps}: give 1 or more.")
 
     @property
     def terms(self) -> dict[str, float]:
@@ -92,7 +97,7 @@ class AnswerSettings:
 
 def parse_temperatures(text: str) -> tuple[float, ...]:
     """Parse the value of a flag: 0,0.6,1 -> (0.0, 0.6, 1.0)."""
-    return tuple(float(part) for part in text.split(","))
+    return tuple(read_number(float, part) for part in text.split(","))
 
 
 def setting(default: Any, text: str, **options: Any) -> Any:
@@ -175,6 +180,7 @@ class TrainSettings:
         None,
         "Steps of the training-time test: how many drafts in a row are trained (default: by "
         "kind).",
+        least=1,
     )
     depths: int | None = setting(
         None, "Tokens in a row that a P-EAGLE head learns to draft at once (default 8).", least=1
@@ -252,7 +258,7 @@ class TrainSettings:
     )
     save_every: int = setting(100, "Batches between two checkpoints.", least=1, free=True)
     val_batches: int = setting(
-        25, "Batches to evaluate on; -1 is all that is held out.", free=True
+        25, "Batches to evaluate on; -1 is all that is held out.", least=-1, free=True
     )
     test_prompts: int = setting(
         4, "Held-out prompts that the finished head drafts for; 0 is none.", least=0, free=True
@@ -296,10 +302,10 @@ class TrainSettings:
             if "least" in x.metadata and getattr(self, x.name) is not None
         ]
         check_ranges(self, ranges)
-        if self.learning_rate is not None and not self.learning_rate > 0:
-            raise ValueError(f"--learning-rate is {self.learning_rate}: give more than 0.")
-        if self.gamma is not None and not self.gamma > 0:
-            raise ValueError(f"--gamma is {self.gamma}: give more than 0.")
+        for name in ("learning_rate", "max_grad_norm", "gamma", "lora_scale"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{flag_of(name)} is {value}: give more than 0.")
         if self.warmup is not None and not 0 <= self.warmup < 1:
             raise ValueError(f"--warmup is {self.warmup}: give a share of all steps, below 1.")
         if self.cache_bits not in (None, CACHE_BITS):

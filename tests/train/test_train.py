@@ -563,7 +563,7 @@ def test_what_lies_there_is_not_spoilt(target, data, tmp_path):
         train(str(target), str(data), str(tmp_path / "none"), resume=True, **QUICK)
 
 
-def test_settings_come_from_flags_and_then_from_a_file(tmp_path):
+def test_settings_come_from_flags_and_then_from_a_file(tmp_path, capsys):
     file = tmp_path / "config.yaml"
     file.write_text("model: a\ndata: b\noutput: c\niters: 7\nlearning_rate: 1e-3\n")
     found = settings_of(["-c", str(file), "--iters", "9", "--aux-layers", "1,2,3"])
@@ -574,6 +574,9 @@ def test_settings_come_from_flags_and_then_from_a_file(tmp_path):
         settings_of(["-c", str(file), "--cache-bits", "8"])
     with pytest.raises(ValueError, match="--cache-bits is 4: give 8"):
         settings_of(["-c", str(file), "--cache-bits", "4"])
+    with pytest.raises(SystemExit):
+        settings_of(["--answer-temps", "0,warm"])
+    assert "'warm' is not a number" in capsys.readouterr().err
     file.write_text("modle: a\n")
     with pytest.raises(ValueError, match="sets modle, which is no setting"):
         settings_of(["-c", str(file)])
