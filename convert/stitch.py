@@ -93,7 +93,8 @@ def _layers_in(layers: str, is_part: Callable[[str], bool]) -> Places:
 
 
 def _hidden_size(config: dict[str, Any]) -> int | None:
-    return (config.get("text_config") or config).get("hidden_size")
+    size: int | None = (config.get("text_config") or config).get("hidden_size")
+    return size
 
 
 def _places(files: list[Path], is_wanted: Callable[[str], bool]) -> Places:
