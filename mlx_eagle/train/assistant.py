@@ -15,8 +15,8 @@ from ..drafters.assistant import FULL, ORDERING, SLIDING, Assistant, sources, te
 from .chains import ChainRecipe, ChainTargets, known_tokens
 from .chunks import Arrays, computed_again
 from .given import Given
-from .settings import LossSettings, TrainSettings
-from .student import Student
+from .settings import TrainSettings
+from .student import HeadFiles, Student
 from .teacher import ROWS_AT_ONCE, StateTeacher
 
 TABLE = "embed_tokens."
@@ -63,9 +63,7 @@ class AssistantRecipe(ChainRecipe):
             logits = mx.where(mx.take(is_open, of_token, axis=1) > 0, logits, -mx.inf)
         return mx.argmax(logits, axis=-1)
 
-    def to_write(
-        self, config: Mapping[str, Any], arrays: dict[str, mx.array]
-    ) -> tuple[dict[str, Any], dict[str, mx.array]]:
+    def to_write(self, config: Mapping[str, Any], arrays: dict[str, mx.array]) -> HeadFiles:
         """Leave the clusters out where the table that they were made of has been trained."""
         values = dict(config)
         if not self.settings.train_embeddings:
@@ -103,7 +101,6 @@ class AssistantRecipe(ChainRecipe):
         embeddings: mx.array,
         features: mx.array,
         targets: ChainTargets,
-        settings: LossSettings,
         first: int,
     ) -> Iterator[mx.array]:
         kinds = sorted(set(head.config.layer_types))
@@ -127,7 +124,7 @@ class AssistantRecipe(ChainRecipe):
         states = features[:, first:]
         for step in range(self.depth):
             given = [known_tokens(embeddings, step, first), states]
-            if settings.checkpoint:
+            if self.settings.grad_checkpoint:
                 x, states = computed_again(head, self.output_parts(), run, given, [flat])
             else:
                 x, states = run(*given, [flat])

@@ -23,9 +23,10 @@ from ..system.safetensors import save_arrays
 from .batches import TokenBatch
 from .chunks import CHUNK_BYTES, Arrays, chunk_rows, in_chunks, with_weights
 from .compiled import is_compiled, softmax
-from .given import Given, GivenRecipe
+from .given import Given
 from .losses import TINY
-from .settings import LossSettings, TrainSettings
+from .recipe import GivenRecipe
+from .settings import TrainSettings
 from .student import Student
 from .teacher import StateTeacher
 
@@ -247,29 +248,23 @@ class BlockRecipe(GivenRecipe):
         return max(1, chunk_rows(self.spread * len(self.student.ids)) // self.depth)
 
     def losses(
-        self,
-        head: nn.Module,
-        embeddings: mx.array,
-        features: mx.array,
-        targets: tuple[Any, ...],
-        settings: LossSettings,
+        self, head: Any, embeddings: mx.array, features: mx.array, targets: BlockTargets
     ) -> mx.array:
-        given = BlockTargets(*targets)
-        states = self.states(head, embeddings, features, given.anchors, settings.checkpoint)
-        slots = [x.reshape(-1, self.depth) for x in (given.before, given.labels, given.rows)]
+        states = self.states(head, embeddings, features, targets.anchors)
+        slots = [x.reshape(-1, self.depth) for x in (targets.before, targets.labels, targets.rows)]
 
         def compare(begin: int, rows: Arrays) -> Arrays:
             before, labels, places = (x[begin : begin + len(rows[0])] for x in slots)
             return self.compare(rows[0], before, labels, self._final(features, places))
 
         found = with_weights(head, self.parts, compare, [states], self._at_once, again=False)
-        asked = given.asked.reshape(-1, self.depth)
+        asked = targets.asked.reshape(-1, self.depth)
         weights = [mx.stop_gradient(self._position_weights(each, asked)) for each in found]
         total = sum((w * each * asked).sum() for w, each in zip(weights, found, strict=True))
         divisor = {
-            "rows": given.counts[0],
+            "rows": targets.counts[0],
             "weights": (weights[0] * asked).sum(),
-            "texts": mx.array(float(len(given.anchors))),
+            "texts": mx.array(float(len(targets.anchors))),
         }
         return (total / mx.maximum(divisor[str(self.settings.loss_divisor)], TINY))[None]
 
@@ -285,12 +280,7 @@ class BlockRecipe(GivenRecipe):
         return mx.cumsum(reached, axis=-1, reverse=True)
 
     def states(
-        self,
-        head: Any,
-        embeddings: mx.array,
-        features: mx.array,
-        anchors: mx.array,
-        checkpoint: bool,
+        self, head: Any, embeddings: mx.array, features: mx.array, anchors: mx.array
     ) -> mx.array:
         """Return the states (B * N, D, h) of the slots that draft, behind each anchor (B, N)."""
         block = self.config.block_size
@@ -306,7 +296,7 @@ class BlockRecipe(GivenRecipe):
                 x, context = rows
                 return [own(x, lambda u: self._attend(own.self_attn, number, u, context, places))]
 
-            if checkpoint:
+            if self.settings.grad_checkpoint:
                 trained = list(layer.trainable_parameters())
                 x = with_weights(layer, trained, run, [x, context], len(x), again=True)[0]
             else:
@@ -369,14 +359,8 @@ class BlockRecipe(GivenRecipe):
             for start in range(0, len(own), at_once):
                 some = anchors[own[start : start + at_once]]
                 asked = mx.array(some[None], mx.int32)
-                states = self.states(head, embeddings[part], features[part], asked, False)
+                states = self.states(head, embeddings[part], features[part], asked)
                 first = mx.array(tokens[text, some])
                 chosen = self.drafter.read(states, first, lambda x, _: mx.argmax(x, axis=-1))
                 found[:, own[start : start + at_once]] = np.array(mx.stack(chosen))
         return found
-
-
-def entropies(logits: mx.array, labels: mx.array) -> mx.array:
-    """Compare logits (..., V) with labels (...): cross-entropies (...)."""
-    said = mx.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
-    return mx.logsumexp(logits, axis=-1) - said

@@ -5,7 +5,7 @@ at i + 1 + k and the state that step k - 1 left in it, and drafts the token at i
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -13,11 +13,12 @@ import mlx.nn as nn
 import numpy as np
 
 from .batches import TokenBatch
-from .chunks import Arrays, chunk_rows, eval_in_chunks, with_weights
+from .chunks import Arrays, chunk_rows, with_weights
 from .compiled import padded, softmax
-from .given import Given, GivenRecipe
-from .losses import TINY, first_slot, mixed_losses, slots_at
-from .settings import LossSettings, TrainSettings
+from .given import Given
+from .losses import TINY, first_slot, mixed_losses, picked
+from .recipe import GivenRecipe
+from .settings import TrainSettings
 from .student import Student
 from .teacher import PARTS, StateTeacher
 
@@ -79,8 +80,10 @@ class ChainRecipe(GivenRecipe):
     ):
         super().__init__(settings, student, model, given)
         self.teacher = teacher
-        self.depth = settings.losses().num_steps
-        self.weights = settings.losses().weights
+        losses = settings.losses()
+        self.depth = losses.num_steps
+        self.weights = losses.weights
+        self.terms = losses.terms
 
     @abstractmethod
     def steps(
@@ -89,7 +92,6 @@ class ChainRecipe(GivenRecipe):
         embeddings: mx.array,
         features: mx.array,
         targets: ChainTargets,
-        settings: LossSettings,
         first: int,
     ) -> Iterator[mx.array]:
         """Yield the states (B, T - first, h) of each step, for ``logits``."""
@@ -124,45 +126,24 @@ class ChainRecipe(GivenRecipe):
         return self.context(batch.tokens, places_of(batch, self.depth))
 
     def losses(
-        self,
-        head: nn.Module,
-        embeddings: mx.array,
-        features: mx.array,
-        targets: tuple[Any, ...],
-        settings: LossSettings,
+        self, head: Any, embeddings: mx.array, features: mx.array, targets: ChainTargets
     ) -> mx.array:
-        given = ChainTargets(*targets)
-        length = embeddings.shape[1]
-        begin: Any = given
-        first = first_slot(begin, length, self.depth)
-        picked: Arrays = []
-        weights: Arrays = []
-        for step, states in enumerate(
-            self.steps(head, embeddings, features, given, settings, first)
-        ):
-            slots, counts = slots_at(given.rows, given.weights, length, step, first)
-            picked.append(states.reshape(-1, states.shape[-1])[slots])
-            weights.append(counts)
+        rows = (targets.rows, targets.weights, embeddings.shape[1])
+        first = first_slot(*rows, self.depth)
+        steps = self.steps(head, embeddings, features, targets, first)
+        states, weights = picked(steps, *rows, first)
         final = self.final(features)
-        taught = final.reshape(-1, final.shape[-1])[given.rows + 1]
-        found = self._compared(head, picked, mx.stop_gradient(taught), given.labels, settings)
+        taught = final.reshape(-1, final.shape[-1])[targets.rows + 1]
+        found = self._compared(head, states, mx.stop_gradient(taught), targets.labels)
         sums = [(x * own).sum() for x, own in zip(found, weights, strict=True)]
-        return mx.stack(sums) / mx.maximum(given.counts, TINY)
+        return mx.stack(sums) / mx.maximum(targets.counts, TINY)
 
-    def _compared(
-        self,
-        head: nn.Module,
-        picked: Arrays,
-        taught: mx.array,
-        labels: mx.array,
-        settings: LossSettings,
-    ) -> Arrays:
+    def _compared(self, head: Any, picked: Arrays, taught: mx.array, labels: mx.array) -> Arrays:
         """Compare each step's states (K, h) with the target's (K, h) or the labels (K,)."""
         num_steps = len(picked)
         vocab_size = len(self.student.ids)
-        terms = settings.terms
         by_text = self.settings.labels == "text"
-        is_by_text = by_text and terms.keys() == {"ce"}
+        is_by_text = by_text and self.terms.keys() == {"ce"}
 
         def compare(begin: int, rows: Arrays) -> Arrays:
             *states, final = rows
@@ -175,7 +156,7 @@ class ChainRecipe(GivenRecipe):
                 said = self.teacher.output(final).astype(mx.float32)
                 ids = ids if by_text else mx.argmax(said, axis=-1)
                 probs = mx.broadcast_to(softmax(said), shape)
-            return list(mixed_losses(terms, logits, probs, mx.broadcast_to(ids, shape[:-1])))
+            return list(mixed_losses(self.terms, logits, probs, mx.broadcast_to(ids, shape[:-1])))
 
         size = chunk_rows(vocab_size * num_steps)
         parts = self.output_parts()
@@ -183,14 +164,7 @@ class ChainRecipe(GivenRecipe):
 
     def drafts(self, tokens: np.ndarray, rows: mx.array, begin: int) -> np.ndarray:
         head = self.student.head
-        none = ChainTargets(rows, rows, rows, rows)
-        features, targets = self.context(tokens, none)
+        features, targets = self.context(tokens, ChainTargets(rows, rows, rows, rows))
         embeddings = self.student.embed(mx.array(tokens))
-        settings = self.settings.losses()
-        choose: Callable[[mx.array], mx.array] = lambda x: self.choose(head, x)  # noqa: E731
-        drafts = []
-        for states in self.steps(head, embeddings, features, targets, settings, begin):
-            picked = states.reshape(-1, states.shape[-1])[rows]
-            drafts.append(eval_in_chunks(choose, picked, len(self.student.ids)))
-            mx.eval(drafts[-1], states)
-        return np.array(mx.stack(drafts))
+        steps = self.steps(head, embeddings, features, targets, begin)
+        return self.chosen(steps, rows, lambda x: self.choose(head, x))

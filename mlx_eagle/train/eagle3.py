@@ -10,18 +10,16 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..drafters.quantize import Quantization
 from ..drafters.target_parts import find_embedding
 from .batches import TokenBatch
-from .chunks import eval_in_chunks
 from .data import Examples
 from .draft_vocabulary import narrowed, resized_vocabulary, widened
 from .given import Given
-from .losses import TargetBatch, step_losses_of
+from .losses import TargetBatch, step_losses
 from .memory import amount
-from .recipe import HeadFiles, Recipe
+from .recipe import Recipe
 from .settings import CACHE_BITS, TrainSettings
-from .student import Student, converted_folder, fresh_student, head_files, student_from
+from .student import HeadFiles, Student, fresh_student, head_files, student_from
 from .teacher import Teacher, cache_name
 from .unroll import unroll
 
@@ -39,9 +37,7 @@ class Eagle3Recipe(Recipe):
         given: Given | None,
         examples: Examples,
     ):
-        super().__init__(settings, student)
-        self.model = model
-        self.given = given
+        super().__init__(settings, student, model, given)
         self.teacher = make_teacher(settings, model, student, examples)
         self.depth = settings.losses().num_steps
         self.weights = settings.losses().weights
@@ -51,7 +47,10 @@ class Eagle3Recipe(Recipe):
     ) -> tuple[mx.array, TargetBatch]:
         return self.teacher.teach(batch, self.depth, num_ranks)
 
-    losses = staticmethod(step_losses_of)
+    def losses(
+        self, head: Any, embeddings: mx.array, features: mx.array, targets: Any
+    ) -> mx.array:
+        return step_losses(head, embeddings, features, targets, self.settings.losses())
 
     def states(self, tokens: mx.array, features: mx.array, first: int) -> Iterator[mx.array]:
         """Yield the states (B, T - first, h) of each draft in a row, as decoding has them."""
@@ -59,30 +58,11 @@ class Eagle3Recipe(Recipe):
         return unroll(self.student.head, embeddings, features, self.depth, first=first)
 
     def drafts(self, tokens: np.ndarray, rows: mx.array, begin: int) -> np.ndarray:
-        student = self.student
-        head = student.head
-        features = self.teacher.features(tokens)
-        drafts = []
-        for states in self.states(mx.array(tokens), features, begin):
-            picked = states.reshape(-1, states.shape[-1])[rows]
-            chosen = eval_in_chunks(
-                lambda x: mx.argmax(head.logits(x), axis=-1), picked, len(student.ids)
-            )
-            drafts.append(student.ids[chosen])
-            mx.eval(drafts[-1], states)
-        return np.array(mx.stack(drafts))
+        steps = self.states(mx.array(tokens), self.teacher.features(tokens), begin)
+        return self.chosen(steps, rows, lambda x: mx.argmax(self.student.head.logits(x), axis=-1))
 
-    def files(
-        self,
-        notes: Mapping[str, Any],
-        dtype: mx.Dtype | None = None,
-        quantization: Quantization | None = None,
-    ) -> HeadFiles:
-        return head_files(self.student, notes, dtype, quantization)
-
-    def given_folder(self, scratch: Path) -> Path | None:
-        init = self.settings.init
-        return None if init is None else converted_folder(init, scratch, self.settings.model)
+    def files(self, notes: Mapping[str, Any], is_final: bool = False) -> HeadFiles:
+        return head_files(self.student, self.settings, notes, is_final)
 
 
 def make_student(

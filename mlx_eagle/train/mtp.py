@@ -20,7 +20,7 @@ from ..drafters.target_parts import find_embedding, lm_head_of
 from .chains import ChainRecipe, ChainTargets, known_tokens
 from .chunks import Arrays, computed_again
 from .given import Given
-from .settings import LossSettings, TrainSettings
+from .settings import TrainSettings
 from .student import Student
 from .teacher import StateTeacher
 
@@ -91,9 +91,14 @@ class MTPRecipe(ChainRecipe):
     def published_parts(
         self, names: Mapping[str, str], own: str, change: mx.array
     ) -> dict[str, mx.array]:
-        """Cut experts apart that are stored one by one, and put gates before what is fused."""
+        """Cut experts apart that are stored one by one, and put gates before what is fused.
+
+        Of a joining matrix that takes the state first, the halves are swapped.
+        """
+        if own.startswith(JOIN) and family_of(self.model).state_first:
+            change = mx.concatenate(mx.split(change, 2, axis=-1)[::-1], axis=-1)
         if EXPERTS not in own:
-            return super().published_parts(names, own, change)
+            return {names[own]: change}
         alone = {own.replace(EXPERTS, f"experts.{i}."): part for i, part in enumerate(change)}
         path, _, kind = own.removesuffix(".weight").rpartition(EXPERTS)
         fused = {f"{path}experts.{kind}": change}
@@ -116,7 +121,6 @@ class MTPRecipe(ChainRecipe):
         embeddings: mx.array,
         features: mx.array,
         targets: ChainTargets,
-        settings: LossSettings,
         first: int,
     ) -> Iterator[mx.array]:
         alone = self.settings.mtp_attention == "step"
@@ -128,7 +132,7 @@ class MTPRecipe(ChainRecipe):
             known = known_tokens(embeddings, step, own)
             forward = partial(advance, head, first=own, step=step)
             before = [] if alone else past
-            if settings.checkpoint:
+            if self.settings.grad_checkpoint:
                 states, *made = computed_again(head, (), forward, [known, states], before)
             else:
                 states, *made = forward(known, states, before)
@@ -139,13 +143,6 @@ class MTPRecipe(ChainRecipe):
 
     def published_names(self, checkpoint: DraftCheckpoint) -> Mapping[str, str]:
         return self._names
-
-    def as_published(self, name: str, change: mx.array) -> mx.array:
-        """Swap the halves of a joining matrix that takes the state first."""
-        if not (name.startswith(JOIN) and family_of(self.model).state_first):
-            return change
-        embedding, state = mx.split(change, 2, axis=-1)
-        return mx.concatenate([state, embedding], axis=-1)
 
 
 class _StepCache:

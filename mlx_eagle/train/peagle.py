@@ -29,7 +29,7 @@ from .block import mask_token
 from .chunks import Arrays, chunk_rows, with_weights
 from .compiled import padded
 from .data import Examples
-from .given import Given, stored_arrays, write_layout
+from .given import Given, stored_arrays, write_published
 from .losses import OUTPUT, TINY, first_slot, mixed_losses, slots_at
 from .settings import LossSettings, TrainSettings
 from .student import Student
@@ -187,33 +187,29 @@ class PEagleRecipe(eagle3.Eagle3Recipe):
         )
 
     def losses(
-        self,
-        head: nn.Module,
-        embeddings: mx.array,
-        features: mx.array,
-        targets: tuple[Any, ...],
-        settings: LossSettings,
+        self, head: Any, embeddings: mx.array, features: mx.array, targets: Any
     ) -> mx.array:
-        given: Any = ElementTargets(*targets)
-        own: Any = head
-        first = first_slot(given, embeddings.shape[1], 1)
-        slots, weights = slots_at(given.rows, given.weights, embeddings.shape[1], 0, first)
+        given: ElementTargets = targets
+        rows = (given.rows, given.weights, embeddings.shape[1])
+        first = first_slot(*rows, 1)
+        slots, weights = slots_at(*rows, 0, first)
         states = [
             found.reshape(-1, found.shape[-1])
-            for found in self._pass(own, given.tokens, features, given.chosen, settings, first)
+            for found in self._pass(head, given.tokens, features, given.chosen, first)
         ]
         states[0] = states[0][slots]
         flat = [mx.arange(len(slots)), *(x.reshape(-1) for x in given.places)]
         places = mx.maximum(mx.concatenate(flat), 0)
 
         def compare(begin: int, rows: Arrays) -> Arrays:
-            logits = own.logits(rows[0]).astype(mx.float32)
+            logits = head.logits(rows[0]).astype(mx.float32)
             probs = given.probs[places[begin : begin + len(logits)]]
-            return [mixed_losses(settings.terms, logits, probs)]
+            return [mixed_losses(terms, logits, probs)]
 
+        terms = self.settings.losses().terms
         size = chunk_rows(given.probs.shape[-1])
         joined = [mx.concatenate(states)]
-        (found,) = with_weights(own, OUTPUT, compare, joined, size, again=False)
+        (found,) = with_weights(head, OUTPUT, compare, joined, size, again=False)
         parts = mx.split(found, np.cumsum([len(x) for x in flat])[:-1].tolist())
         counting = [weights, *(x >= 0 for x in flat[1:])]
         sums = [(x * w).sum() for x, w in zip(parts, counting, strict=True)]
@@ -225,22 +221,19 @@ class PEagleRecipe(eagle3.Eagle3Recipe):
         tokens: mx.array,
         features: mx.array,
         chosen: Sequence[mx.array],
-        settings: LossSettings,
         first: int,
     ) -> Iterator[mx.array]:
         """Yield the states of each depth; see ``unroll_masked``."""
         masked = head.embed_tokens(mx.array(head.config.mask_token_id))
         embeddings = head.embed_tokens(tokens)
-        return unroll_masked(
-            head, embeddings, features, masked, chosen, settings.checkpoint, first
-        )
+        again = bool(self.settings.grad_checkpoint)
+        return unroll_masked(head, embeddings, features, masked, chosen, again, first)
 
     def states(self, tokens: mx.array, features: mx.array, first: int) -> Iterator[mx.array]:
         size, length = tokens.shape
         all_slots = [mx.arange(first, length), *[mx.arange(length - first)] * self.depth]
         chosen = [mx.broadcast_to(x, (size, length - first)) for x in all_slots[: self.depth - 1]]
-        settings = self.settings.losses()
-        return self._pass(self.student.head, tokens, features, chosen, settings, first)
+        return self._pass(self.student.head, tokens, features, chosen, first)
 
     def write_published(self, folder: Path) -> str:
         """Write the layout that it came in, and speculators' of what came as another head."""
@@ -249,7 +242,7 @@ class PEagleRecipe(eagle3.Eagle3Recipe):
         came = None if self.given is None else self.given.published
         found = None if came is None else as_it_came(came, own, self.student.ids)
         if came is not None and found is not None:
-            return write_layout(folder, came.config, found)
+            return write_published(folder, came.config, found)
         config = published_config(head.config, self.student.taps)
         arrays = {name: array.astype(self.student.dtype) for name, array in own.items()}
         if head.config.lm_head_source == "target":
@@ -264,7 +257,7 @@ class PEagleRecipe(eagle3.Eagle3Recipe):
             arrays["d2t"] = ids - mx.arange(len(ids), dtype=mx.int64)
             arrays["t2d"] = mx.zeros(head.config.vocab_size, mx.bool_)
             arrays["t2d"][ids] = True
-        return write_layout(folder, config, arrays)
+        return write_published(folder, config, arrays)
 
 
 def as_it_came(

@@ -1,10 +1,7 @@
 """Student: the head that is trained, made anew or taken from another, and its converted files."""
 
-import json
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -13,18 +10,18 @@ import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.utils import dequantize_model
 
-from ..convert import convert
 from ..drafters.config import Eagle3Config, default_ids
 from ..drafters.head import Eagle3Head
 from ..drafters.head_weights import load_head, split_weights
-from ..drafters.kinds import is_converted
 from ..drafters.quantize import Quantization, pack
 from ..drafters.target_parts import activation_dtype, find_embedding, lm_head_of, rows_of_lm_head
-from ..system.atomic_folder import new_file
-from ..system.safetensors import save_arrays
+from .given import converted, open_given
 from .settings import TrainSettings
 
 TABLE = "embed_tokens"  # an embedding of the head's own, which is never quantized
+
+HeadFiles = tuple[dict[str, Any], dict[str, mx.array]]
+"""A ``config.json``, and the arrays beside it."""
 
 
 @dataclass(frozen=True)
@@ -125,25 +122,15 @@ def _fresh_config(
     )
 
 
-def converted_folder(source: str, scratch: Path, target: str | None) -> Path:
-    """Return the converted form of a head, made in the folder ``scratch`` if it is not yet."""
-    folder = Path(source).expanduser()
-    if not is_converted(folder):
-        folder = scratch / "head"
-        convert(source, str(folder), quantize=False, target=target)
-    return folder
-
-
-def student_from(source: str, model: nn.Module, target: str | None) -> Student:
+def student_from(source: str, model: nn.Module, target: str) -> Student:
     """Take the head in ``source``, converted already or in any form that the converter reads.
 
     Its shape and vocabulary stay as they are; a quantized head is dequantized. ``target`` is the
     target's folder or repository id, for the converter. Raises ValueError for a head that is more
     than llama layers.
     """
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = converted_folder(source, Path(scratch), target)
-        attached = load_head(folder, model, dtype=mx.float32)
+    given = converted(open_given(source, target), target)
+    attached = load_head(given.folder, model, dtype=mx.float32)
     head = attached.head
     embedding, _ = find_embedding(model)
     _check_trainable(head.config, source)
@@ -177,50 +164,39 @@ def _check_trainable(config: Eagle3Config, source: str) -> None:
 
 
 def head_files(
-    student: Student,
-    notes: Mapping[str, Any],
-    dtype: mx.Dtype | None = None,
-    quantization: Quantization | None = None,
-) -> tuple[dict[str, Any], dict[str, mx.array]]:
-    """Return ``config.json`` and the arrays of the head as a converted one.
-
-    ``dtype`` is the type that the arrays are stored in (default: float32, as they are trained);
-    ``notes`` are added to the configuration.
-    """
+    student: Student, settings: TrainSettings, notes: Mapping[str, Any], is_final: bool
+) -> HeadFiles:
+    """Return ``config.json`` and the arrays of an EAGLE head; see ``Recipe.files``."""
     config = student.head.config
-    weights = dict(tree_flatten(student.head.parameters()))
-    arrays = {
-        name: array.astype(dtype or mx.float32)
-        for name, array in split_weights(weights, config).items()
-    }
+    arrays = split_weights(dict(tree_flatten(student.head.parameters())), config)
+    values = config.to_dict() | dict(notes)
+    if is_final:
+        arrays = {name: array.astype(student.dtype) for name, array in arrays.items()}
+        entry, arrays = packed(arrays, settings, (f"{TABLE}.weight",))
+        values |= entry
+    if config.has_d2t:
+        arrays["d2t"] = student.ids - mx.arange(len(student.ids), dtype=mx.int32)
+    return values, arrays
+
+
+def packed(
+    arrays: dict[str, mx.array], settings: TrainSettings, never: tuple[str, ...]
+) -> HeadFiles:
+    """Quantize the matrices among arrays if that is asked for, but those that end in ``never``.
+
+    Returns the entry of ``config.json``, if there is one, and all arrays.
+    """
+    if not settings.quantize:
+        return {}, arrays
+    quantization = Quantization(settings.q_bits, settings.q_group_size)
     shapes = {
         name.removesuffix(".weight"): array.shape
         for name, array in arrays.items()
-        if array.ndim == 2 and TABLE not in name
+        if array.ndim in (2, 3) and name.endswith(".weight") and not name.endswith(never)
     }
-    chosen = quantization.choose(shapes) if quantization is not None else {}
+    chosen = quantization.choose(shapes)
     stored: dict[str, mx.array] = {}
     for name, array in arrays.items():
         packing = chosen.get(name.removesuffix(".weight"))
         stored |= pack(name, array, packing) if packing else {name: array}
-    if config.has_d2t:
-        stored["d2t"] = student.ids - mx.arange(len(student.ids), dtype=mx.int32)
-    values = config.to_dict() | dict(notes)
-    if quantization is not None:
-        values["quantization"] = quantization.entry(chosen)
-    return values, stored
-
-
-def write_head(
-    folder: Path, config: Mapping[str, Any], weights: Mapping[str, mx.array] | None = None
-) -> None:
-    """Write the files of a converted head into ``folder``, each completely or not at all.
-
-    Without ``weights``, those that are there stay as they are.
-    """
-    if weights is not None:
-        with new_file(folder / "model.safetensors") as draft:
-            save_arrays(draft, weights)
-    with new_file(folder / "config.json") as draft:
-        text = json.dumps(config, indent=4, sort_keys=True) + "\n"
-        draft.write_text(text, encoding="utf-8")
+    return {"quantization": quantization.entry(chosen)}, stored

@@ -1,7 +1,6 @@
 """Training loop: batch after batch, from the first one to a finished head."""
 
 import math
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import closing
@@ -15,20 +14,19 @@ import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..convert.checkpoint import open_target
-from ..drafters.quantize import Quantization
 from ..system.safetensors import save_arrays
 from ..system.stop_signals import StopSignals
 from .batches import BatchOrder, make_batch
 from .data import Examples
 from .draft_vocabulary import coverage
 from .evaluation import Evaluation, Generated, evaluate, generate_held_out
+from .given import converted, write_files
 from .head_card import make_card
 from .log import TrainingLog, duration
 from .optimizer import TrainStep, learning_rate
 from .recipe import Recipe
 from .resume import Checkpoints, load_checkpoint
 from .settings import TrainSettings
-from .student import write_head
 
 FACTS = {"iteration": int, "trained_tokens": int, "settings": dict, "data": str}
 """Facts in a checkpoint besides its arrays, by their types."""
@@ -309,13 +307,10 @@ class Trainer:
     def _finish(self, stop: StopSignals, log: TrainingLog) -> None:
         """Write the head with its target's tokenizer, let it decode, and write its card."""
         settings = self.settings
-        quantization = None
-        if settings.quantize:
-            quantization = Quantization(settings.q_bits, settings.q_group_size)
-        dtype = self.student.dtype
-        config, weights = self.recipe.files(self._notes(), dtype, quantization)
+        given = self.recipe.given
+        config, weights = self.recipe.files(self._notes(), is_final=True)
         open_target(settings.model).copy_tokenizer(self._output)
-        write_head(self._output, config, weights)
+        write_files(self._output, config, weights)
         if settings.fine_tune_type == "lora":
             save_arrays(self._output / "adapters.safetensors", self._step.weights)
         if there := self.recipe.write_published(self._output):
@@ -323,12 +318,12 @@ class Trainer:
         self._generated = self._generate(self._output, stop)
         if self._generated is not None:
             log.generated(self._generated)
-            with tempfile.TemporaryDirectory() as scratch:
-                before = self.recipe.given_folder(Path(scratch))
-                self._before = self._generate(before, stop) if before else None
+            if given is not None:
+                given = converted(given, settings.model)
+                self._before = self._generate(given.folder, stop)
             if self._before is not None:
                 log.compared(self._before, self._generated)
-            write_head(self._output, config | self._notes())
+            write_files(self._output, config | self._notes())
         card = make_card(self._output.name, self._notes()["training"])
         (self._output / "README.md").write_text(card, encoding="utf-8")
 
