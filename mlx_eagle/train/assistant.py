@@ -12,12 +12,13 @@ import numpy as np
 from mlx_lm.models.cache import KVCache
 
 from ..drafters.assistant import FULL, ORDERING, SLIDING, Assistant, sources, text_of
-from .chains import ChainRecipe, ChainTargets, known_tokens
+from .chains import ChainRecipe, ChainTargets
 from .chunks import Arrays, computed_again
 from .given import Given
 from .settings import TrainSettings
 from .student import HeadFiles, Student
 from .teacher import ROWS_AT_ONCE, StateTeacher
+from .unroll import known_tokens
 
 TABLE = "embed_tokens."
 CENTROIDS = "centroids."

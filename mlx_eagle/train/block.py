@@ -27,7 +27,7 @@ from .given import Given
 from .losses import TINY
 from .recipe import GivenRecipe
 from .settings import TrainSettings
-from .student import Student
+from .student import Student, target_sizes
 from .teacher import StateTeacher
 
 KEPT = 0.5  # of D-PACE: the least that a position passes on
@@ -57,27 +57,16 @@ def fresh_fields(
 
     Raises ValueError if there is no token for masked slots.
     """
-    text = model_config.get("text_config") or model_config
     embedding, vocab_size = find_embedding(model)
     depth = len(model.layers)
     layers = [round(1 + i * max(0, depth - 4) / max(1, LAYERS - 1)) for i in range(LAYERS)]
-    size = int(embedding(mx.array([0])).shape[-1])
-    rope = text.get("rope_parameters") or {}
-    width = settings.intermediate_size or text.get("intermediate_size") or 3 * size
-    num_heads = text.get("num_attention_heads") or max(1, size // 64)
-    return {
-        "hidden_size": size,
+    return target_sizes(model_config, embedding, settings) | {
         "num_layers": settings.num_layers or LAYERS,
-        "num_heads": num_heads,
-        "num_kv_heads": text.get("num_key_value_heads") or num_heads,
-        "head_dim": text.get("head_dim") or size // num_heads,
-        "intermediate_size": width,
         "vocab_size": vocab_size,
         "draft_vocab_size": vocab_size,
         "taps": tuple(sorted({min(layer, depth - 1) + 1 for layer in layers})),
         "mask_token_id": mask_token(settings.mask_token_id, tokenizer, vocab_size),
         "block_size": settings.block_size or BLOCK,
-        "rope_theta": float(text.get("rope_theta") or rope.get("rope_theta") or 10000.0),
     }
 
 

@@ -14,13 +14,13 @@ import numpy as np
 
 from .batches import TokenBatch
 from .chunks import Arrays, chunk_rows, with_weights
-from .compiled import padded, softmax
+from .compiled import softmax
 from .given import Given
 from .losses import TINY, first_slot, mixed_losses, picked
 from .recipe import GivenRecipe
 from .settings import TrainSettings
 from .student import Student
-from .teacher import PARTS, StateTeacher
+from .teacher import StateTeacher, filled_up
 
 
 class ChainTargets(NamedTuple):
@@ -40,31 +40,16 @@ class ChainTargets(NamedTuple):
     values: tuple[mx.array, ...] = ()
 
 
-def places_of(batch: TokenBatch, num_steps: int, extra: int = 0) -> ChainTargets:
+def places_of(batch: TokenBatch, num_steps: int) -> ChainTargets:
     """Return the places of a batch that are drafted: tokens of answers from the third on."""
     size, length = batch.tokens.shape
     is_answer = np.zeros((size, length), bool)
     is_answer[:, : length - 2] = batch.counts[:, 1 : length - 1]
     (rows,) = is_answer.ravel().nonzero()
     labels = batch.tokens.ravel()[rows + 2]
-    counts = np.array([(rows % length >= step).sum() for step in range(num_steps)])
-    fill = padded(max(1, len(rows)), -(-size * length // PARTS)) - len(rows)
-    return ChainTargets(
-        mx.array(np.pad(rows, (0, fill)), mx.int32),
-        mx.array(np.repeat([1.0, 0.0], [len(rows), fill]), mx.float32),
-        mx.array(np.pad(labels, (0, fill)), mx.int32),
-        mx.array(counts, mx.float32),
-    )
-
-
-def known_tokens(embeddings: mx.array, step: int, first: int) -> mx.array:
-    """Return the embeddings of the tokens that slots from ``first`` on take in a step.
-
-    Behind the text they are zeros.
-    """
-    known = embeddings[:, first + step + 1 :]
-    missing = embeddings.shape[1] - first - known.shape[1]
-    return mx.pad(known, [(0, 0), (0, missing), (0, 0)])
+    slots, weights, counts = filled_up(rows, (size, length), num_steps)
+    labels = np.pad(labels, (0, len(slots) - len(rows)))
+    return ChainTargets(slots, weights, mx.array(labels, mx.int32), counts)
 
 
 class ChainRecipe(GivenRecipe):

@@ -17,12 +17,13 @@ from ..drafters.folder import shapes_of
 from ..drafters.mtp import FLOAT32, ROUTER
 from ..drafters.mtp_layers import JOIN, family_of
 from ..drafters.target_parts import find_embedding, lm_head_of
-from .chains import ChainRecipe, ChainTargets, known_tokens
+from .chains import ChainRecipe, ChainTargets
 from .chunks import Arrays, computed_again
 from .given import Given
 from .settings import TrainSettings
 from .student import Student
 from .teacher import StateTeacher
+from .unroll import known_tokens
 
 EXPERTS = "switch_mlp."  # of names in mlx-lm's layers, which hold all experts in a matrix
 FROZEN = (EXPERTS, FLOAT32, f"{ROUTER}.weight", "mixer.gate.weight")
@@ -161,12 +162,7 @@ class _StepCache:
 
 
 def advance(
-    head: Any,
-    embeddings: mx.array,
-    states: mx.array,
-    past: list[Arrays],
-    first: int,
-    step: int,
+    head: Any, embeddings: mx.array, states: mx.array, past: list[Arrays], first: int, step: int
 ) -> Arrays:
     """Run a step: states (B, R, h), then keys and values of each layer that attends.
 

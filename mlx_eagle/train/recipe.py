@@ -63,10 +63,7 @@ class Recipe(ABC):
         """
 
     def chosen(
-        self,
-        steps: Iterable[mx.array],
-        rows: mx.array,
-        choose: Callable[[mx.array], mx.array],
+        self, steps: Iterable[mx.array], rows: mx.array, choose: Callable[[mx.array], mx.array]
     ) -> np.ndarray:
         """Choose the drafts of each step (steps, K) after its states (B, T', h) at ``rows``."""
         drafts = []

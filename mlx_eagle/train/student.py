@@ -61,7 +61,7 @@ def fresh_student(
     ids = mx.array(drafted)
     text = model_config.get("text_config") or model_config
     own_taps = tuple(settings.aux_layers or ()) or fitting_taps(num_layers)
-    config = _fresh_config(text, settings, own_taps, vocab_size, len(drafted))
+    config = _fresh_config(text, embedding, settings, own_taps, vocab_size, len(drafted))
     taps = config.taps(num_layers)
     if list(taps) != sorted(set(taps)) or taps[0] < 0 or taps[-1] > num_layers:
         raise ValueError(
@@ -88,27 +88,41 @@ def fitting_taps(num_layers: int) -> tuple[int, ...] | None:
     return first, (first + num_layers) // 2, num_layers
 
 
+def target_sizes(
+    config: Mapping[str, Any], embed: Callable[[mx.array], mx.array], settings: TrainSettings
+) -> dict[str, Any]:
+    """Return the sizes that fresh drafters take from a target, of its ``config.json``."""
+    text = config.get("text_config") or config
+    size = int(embed(mx.array([0])).shape[-1])
+    num_heads = text.get("num_attention_heads") or max(1, size // 64)
+    rope = text.get("rope_parameters") or {}
+    return {
+        "hidden_size": size,
+        "num_heads": num_heads,
+        "num_kv_heads": text.get("num_key_value_heads") or num_heads,
+        "head_dim": text.get("head_dim") or size // num_heads,
+        "intermediate_size": settings.intermediate_size
+        or text.get("intermediate_size")
+        or 4 * size,
+        "rope_theta": float(text.get("rope_theta") or rope.get("rope_theta") or 10000.0),
+    }
+
+
 def _fresh_config(
     text: Mapping[str, Any],
+    embedding: Callable[[mx.array], mx.array],
     settings: TrainSettings,
     taps: tuple[int, ...] | None,
     vocab_size: int,
     num_drafted: int,
 ) -> Eagle3Config:
     """Make a config with the target's sizes and a plain rotary embedding of the target's base."""
-    size = text["hidden_size"]
-    num_heads = text.get("num_attention_heads") or max(1, size // 64)
-    head_dim = text.get("head_dim") or size // num_heads
-    rope = text.get("rope_parameters") or {}
-    theta = text.get("rope_theta") or rope.get("rope_theta") or 10000.0
+    sizes = target_sizes(text, embedding, settings)
+    theta = sizes.pop("rope_theta")
     return Eagle3Config(
-        hidden_size=size,
-        target_hidden_size=size,
+        **sizes,
+        target_hidden_size=sizes["hidden_size"],
         num_layers=settings.num_layers or 1,
-        num_heads=num_heads,
-        num_kv_heads=text.get("num_key_value_heads") or num_heads,
-        head_dim=head_dim,
-        intermediate_size=settings.intermediate_size or text.get("intermediate_size") or 4 * size,
         vocab_size=vocab_size,
         draft_vocab_size=num_drafted,
         rms_norm_eps=text.get("rms_norm_eps") or 1e-6,
@@ -116,7 +130,7 @@ def _fresh_config(
         num_aux=len(taps) if taps else 3,
         aux_boundary_ids=taps,
         aux_ids_source="mlx_eagle.train" if taps else "default",
-        rope={"type": "default", "theta": float(theta), "dims": None, "scaling": None},
+        rope={"type": "default", "theta": theta, "dims": None, "scaling": None},
         has_d2t=num_drafted < vocab_size,
         family="mlx-eagle",
     )

@@ -17,6 +17,16 @@ OUTSIDE = ("lm_head", "input_norm", "fc_norm", "embed_tokens", "mask_hidden")
 """Parts of a head that no step passes states through. ``fc`` is one too if it fuses features."""
 
 
+def known_tokens(embeddings: mx.array, step: int, first: int) -> mx.array:
+    """Return the embeddings of the tokens that slots from ``first`` on take in a step.
+
+    Behind the text they are zeros.
+    """
+    known = embeddings[:, first + step + 1 :]
+    missing = embeddings.shape[1] - first - known.shape[1]
+    return mx.pad(known, [(0, 0), (0, missing), (0, 0)])
+
+
 def unroll(
     head: Eagle3Head,
     embeddings: mx.array,
@@ -42,12 +52,9 @@ def unroll(
     past: list[Arrays] = []
     forward = _checkpointed if checkpoint else _advance
     for step in range(num_steps):
-        known = embeddings[:, step + 1 :]
-        padding = [(0, 0), (0, embeddings.shape[1] - known.shape[1]), (0, 0)]
-        states, *made = forward(head, mx.pad(known, padding), states, past, first)
+        known = known_tokens(embeddings, step, first if step else 0)
+        states, *made = forward(head, known, states, past, first)
         past.append(made)
-        if step == 0:
-            embeddings = embeddings[:, first:]
         yield states
 
 
@@ -68,7 +75,7 @@ def unroll_masked(
     ``chosen[d - 1]`` (B, R_d) numbers the slots of depth d among those of the depth before.
     """
     forward = _checkpointed if checkpoint else _advance
-    known = mx.pad(embeddings[:, 1:], [(0, 0), (0, 1), (0, 0)])
+    known = known_tokens(embeddings, 0, 0)
     states, *made = forward(head, known, head.fuse(features), [], first)
     past = [made]
     yield states
@@ -131,12 +138,7 @@ def _checkpointed(
 
 
 def _attend(
-    layer: DraftLayer,
-    q: mx.array,
-    keys: Arrays,
-    values: Arrays,
-    start: int | mx.array,
-    skip: int,
+    layer: DraftLayer, q: mx.array, keys: Arrays, values: Arrays, start: int | mx.array, skip: int
 ) -> mx.array:
     """Attend from the slots of one layer, q (B, H, R, D): from ``start`` on, or these (B, R).
 
