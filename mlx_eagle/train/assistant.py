@@ -13,7 +13,7 @@ from mlx_lm.models.cache import KVCache
 
 from ..drafters.assistant import FULL, ORDERING, SLIDING, Assistant, sources, text_of
 from .chains import ChainRecipe, ChainTargets
-from .chunks import Arrays, computed_again
+from .chunks import Arrays, run_step
 from .given import Given
 from .settings import TrainSettings
 from .student import HeadFiles, Student
@@ -24,11 +24,6 @@ TABLE = "embed_tokens."
 CENTROIDS = "centroids."
 FROZEN = (TABLE, CENTROIDS, "layer_scalar")
 """Tables that clusters of tokens are made of, and what Transformers has as a buffer."""
-
-
-def is_trained(head: nn.Module, model: nn.Module, given: Given, name: str) -> bool:
-    """Return whether a parameter is trained: tables and scalars of layers are not."""
-    return not any(part in name for part in FROZEN)
 
 
 class AssistantRecipe(ChainRecipe):
@@ -125,8 +120,6 @@ class AssistantRecipe(ChainRecipe):
         states = features[:, first:]
         for step in range(self.depth):
             given = [known_tokens(embeddings, step, first), states]
-            if self.settings.grad_checkpoint:
-                x, states = computed_again(head, self.output_parts(), run, given, [flat])
-            else:
-                x, states = run(*given, [flat])
+            again = self.settings.grad_checkpoint
+            x, states = run_step(head, self.output_parts(), run, given, [flat], again)
             yield x

@@ -21,7 +21,15 @@ from ..drafters.dflash import BlockAttention, DFlashHead, seen_by
 from ..drafters.target_parts import find_embedding
 from ..system.safetensors import save_arrays
 from .batches import TokenBatch
-from .chunks import CHUNK_BYTES, Arrays, chunk_rows, in_chunks, with_weights
+from .chunks import (
+    CHUNK_BYTES,
+    Arrays,
+    chunk_rows,
+    eval_in_chunks,
+    in_chunks,
+    run_step,
+    with_weights,
+)
 from .compiled import is_compiled, softmax
 from .given import Given
 from .losses import TINY
@@ -40,11 +48,7 @@ AT_ONCE = 64  # blocks of a text in an evaluation, at most
 SAME = "hidden_size head_dim intermediate_size vocab_size rms_norm_eps rope_theta"
 """Fields that published configs call the same."""
 FROZEN = ("embed_tokens.", "lm_head.", "attention_sink_bias", "layer_scalar")
-
-
-def is_trained(head: nn.Module, model: nn.Module, given: Given, name: str) -> bool:
-    """Return whether a parameter is trained: tables, output matrices and scalars are not."""
-    return not any(part in name for part in FROZEN)
+"""Tables, output matrices and scalars, which are not trained."""
 
 
 def fresh_fields(
@@ -224,7 +228,10 @@ class BlockRecipe(GivenRecipe):
         """Return the target's choices after positions, numbered b * T + i."""
         used, back = np.unique(rows, return_inverse=True)
         states = self._final(features, mx.array(used, mx.int32))
-        found = self.teacher.choices(states, len(self.student.ids))
+        output = self.teacher.output
+        found = eval_in_chunks(
+            lambda x: mx.argmax(output(x), axis=-1), states, len(self.student.ids)
+        )
         return np.array(found)[back].reshape(rows.shape)
 
     def _final(self, features: mx.array, rows: mx.array) -> mx.array:
@@ -281,15 +288,12 @@ class BlockRecipe(GivenRecipe):
         x = mx.concatenate([first, masks], axis=1)
         for number, layer in enumerate(head.layers):
 
-            def run(_: int, rows: Arrays, own: Any = layer, number: int = number) -> Arrays:
-                x, context = rows
+            def run(
+                x: mx.array, context: mx.array, _: Any, own: Any = layer, number: int = number
+            ) -> Arrays:
                 return [own(x, lambda u: self._attend(own.self_attn, number, u, context, places))]
 
-            if self.settings.grad_checkpoint:
-                trained = list(layer.trainable_parameters())
-                x = with_weights(layer, trained, run, [x, context], len(x), again=True)[0]
-            else:
-                x = run(0, [x, context])[0]
+            x = run_step(layer, (), run, [x, context], [], self.settings.grad_checkpoint)[0]
         states: mx.array = head.norm(x[:, self.config.first_slot :])
         return states
 

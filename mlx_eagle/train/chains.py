@@ -69,6 +69,7 @@ class ChainRecipe(GivenRecipe):
         self.depth = losses.num_steps
         self.weights = losses.weights
         self.terms = losses.terms
+        self.width = int(student.embed(mx.array([0])).shape[-1])
 
     @abstractmethod
     def steps(
@@ -88,14 +89,6 @@ class ChainRecipe(GivenRecipe):
     @abstractmethod
     def output_parts(self) -> tuple[str, ...]:
         """Name the parts of the head that turn states into logits."""
-
-    def final(self, features: mx.array) -> mx.array:
-        """Return the states that enter the target's output matrix, of features."""
-        return features[..., -self.width :]
-
-    @property
-    def width(self) -> int:
-        return int(self.student.embed(mx.array([0])).shape[-1])
 
     def choose(self, head: Any, states: mx.array) -> mx.array:
         """Return the drafts (K,) after states (K, h), as decoding chooses them."""
@@ -117,8 +110,7 @@ class ChainRecipe(GivenRecipe):
         first = first_slot(*rows, self.depth)
         steps = self.steps(head, embeddings, features, targets, first)
         states, weights = picked(steps, *rows, first)
-        final = self.final(features)
-        taught = final.reshape(-1, final.shape[-1])[targets.rows + 1]
+        taught = features.reshape(-1, features.shape[-1])[targets.rows + 1, -self.width :]
         found = self._compared(head, states, mx.stop_gradient(taught), targets.labels)
         sums = [(x * own).sum() for x, own in zip(found, weights, strict=True)]
         return mx.stack(sums) / mx.maximum(targets.counts, TINY)

@@ -8,8 +8,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..drafters.head_weights import split_weights
 from ..drafters.target_parts import find_embedding
 from .batches import TokenBatch
 from .data import Examples
@@ -19,11 +21,12 @@ from .losses import TargetBatch, step_losses
 from .memory import amount
 from .recipe import Recipe
 from .settings import CACHE_BITS, TrainSettings
-from .student import HeadFiles, Student, fresh_student, head_files, student_from
+from .student import HeadFiles, Student, fresh_student, packed, student_from
 from .teacher import Teacher, cache_name
 from .unroll import unroll
 
 DEFAULT_VOCABULARY = 32000  # tokens, as in published heads
+NEVER_QUANTIZED = ("embed_tokens.weight",)  # of a head's own matrices
 
 
 class Eagle3Recipe(Recipe):
@@ -62,7 +65,17 @@ class Eagle3Recipe(Recipe):
         return self.chosen(steps, rows, lambda x: mx.argmax(self.student.head.logits(x), axis=-1))
 
     def files(self, notes: Mapping[str, Any], is_final: bool = False) -> HeadFiles:
-        return head_files(self.student, self.settings, notes, is_final)
+        student = self.student
+        config = student.head.config
+        arrays = split_weights(dict(tree_flatten(student.head.parameters())), config)
+        values = config.to_dict() | dict(notes)
+        if is_final:
+            arrays = {name: array.astype(student.dtype) for name, array in arrays.items()}
+            entry, arrays = packed(arrays, self.settings, NEVER_QUANTIZED)
+            values |= entry
+        if config.has_d2t:
+            arrays["d2t"] = student.ids - mx.arange(len(student.ids), dtype=mx.int32)
+        return values, arrays
 
 
 def make_student(

@@ -42,14 +42,16 @@ class TrainedKind:
     ``with_init`` are those of fresh drafters that it takes for given ones as well.
     A kind ``of`` another in ``KINDS`` trains those of its drafters that it ``claims``, and makes
     one of the others where it is asked for; it has a ``title`` of its own.
-    ``is_trained`` picks parameters by name. ``defaults`` are of settings that are None, ``flags``
-    the settings that only some kinds have and this one does, ``losses`` those it can be given.
-    ``write_fresh`` writes a new drafter into a folder, as it would be published; ``fresh_rate``
-    is the learning rate for it.
+    Parameters with a ``frozen`` part in their names are not trained, nor those that are not among
+    the ``names`` of published ones, where a kind knows these. ``defaults`` are of settings that
+    are None, ``flags`` the settings that only some kinds have and this one does, ``losses`` those
+    it can be given. ``write_fresh`` writes a new drafter into a folder, as it would be published;
+    ``fresh_rate`` is the learning rate for it.
     """
 
     recipe: Callable[..., Recipe]
-    is_trained: Callable[[nn.Module, nn.Module, Given, str], bool] | None = None
+    frozen: tuple[str, ...] = ()
+    names: Callable[..., dict[str, str]] | None = None
     defaults: dict[str, Any] = field(default_factory=dict)
     flags: tuple[str, ...] = ()
     losses: tuple[str, ...] = ()
@@ -71,7 +73,7 @@ CHAINS = ("ttt_steps", "step_decay", "labels", *LORA)
 USUAL = {"learning_rate": 1e-4, "warmup": 0.015, "max_grad_norm": 0.5}  # as EAGLE-3's trainers
 DFLASH = TrainedKind(
     dflash.DFlashRecipe,
-    block.is_trained,
+    block.FROZEN,
     defaults={
         "learning_rate": 5e-5,
         "warmup": 0.04,
@@ -117,7 +119,8 @@ TRAINED: dict[str, TrainedKind] = {
     ),
     "mtp": TrainedKind(
         mtp.MTPRecipe,
-        mtp.is_trained,
+        mtp.FROZEN,
+        mtp.published_names,
         defaults={
             "learning_rate": 5e-5,
             "warmup": 0.05,
@@ -134,7 +137,7 @@ TRAINED: dict[str, TrainedKind] = {
     ),
     "assistant": TrainedKind(
         assistant.AssistantRecipe,
-        assistant.is_trained,
+        assistant.FROZEN,
         defaults=USUAL | {"ttt_steps": 4, "step_decay": 0.8, "loss": "kl", "labels": "argmax"},
         flags=(*CHAINS, "train_embeddings"),
         losses=MIXED,
@@ -233,14 +236,15 @@ def filled(settings: TrainSettings, kind: str) -> TrainSettings:
 def student_of(settings: TrainSettings, given: Given, model: nn.Module) -> Student:
     """Take the drafter that a run begins with, with the parameters that it trains in float32."""
     row = TRAINED[given.kind]
-    assert row.is_trained is not None
     drafter = given.load(model, mx.float32)
     head = drafter.head
     is_lora = settings.fine_tune_type == "lora"
     if not is_lora:
         dequantize_model(head)
     names = {name for name, _ in tree_flatten(head.parameters())}
-    wanted = {name for name in names if row.is_trained(head, model, given, name)}
+    wanted = {name for name in names if not any(part in name for part in row.frozen)}
+    if row.names is not None and given.published is not None:
+        wanted &= row.names(given.published, head, model).keys()
     for flag, part in row.more.items():
         wanted |= {name for name in names if part in name and getattr(settings, flag)}
     train_only(head, wanted.__contains__)
@@ -313,11 +317,8 @@ def begin(
         return student, lambda final: make(final, student, model, given, examples)
     if given is None:
         assert row.write_fresh is not None
-        made = converted(
-            fresh(settings, row.write_fresh, model, config, tokenizer), settings.model
-        )
+        given = fresh(settings, row.write_fresh, model, config, tokenizer)
         warn_of_few(settings, examples)
-    else:
-        made = converted(given, settings.model)
+    made = converted(given, settings.model)
     student = student_of(settings, made, model)
     return student, lambda final: make(final, student, model, made)

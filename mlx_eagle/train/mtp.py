@@ -18,7 +18,7 @@ from ..drafters.mtp import FLOAT32, ROUTER
 from ..drafters.mtp_layers import JOIN, family_of
 from ..drafters.target_parts import find_embedding, lm_head_of
 from .chains import ChainRecipe, ChainTargets
-from .chunks import Arrays, computed_again
+from .chunks import Arrays, run_step
 from .given import Given
 from .settings import TrainSettings
 from .student import Student
@@ -27,6 +27,7 @@ from .unroll import known_tokens
 
 EXPERTS = "switch_mlp."  # of names in mlx-lm's layers, which hold all experts in a matrix
 FROZEN = (EXPERTS, FLOAT32, f"{ROUTER}.weight", "mixer.gate.weight")
+"""Parameters that are not trained: experts and routers."""
 
 
 def renamed(checkpoint: DraftCheckpoint, model: nn.Module) -> dict[str, str]:
@@ -46,13 +47,6 @@ def published_names(
         for name, theirs in named.items()
         if shapes.get(name) == tuple(checkpoint.tensors[theirs].shape)
     }
-
-
-def is_trained(head: nn.Module, model: nn.Module, given: Given, name: str) -> bool:
-    """Return whether a parameter is trained: experts, routers and split matrices are not."""
-    if any(part in name for part in FROZEN):
-        return False
-    return given.published is None or name in published_names(given.published, head, model)
 
 
 class MTPRecipe(ChainRecipe):
@@ -133,10 +127,8 @@ class MTPRecipe(ChainRecipe):
             known = known_tokens(embeddings, step, own)
             forward = partial(advance, head, first=own, step=step)
             before = [] if alone else past
-            if self.settings.grad_checkpoint:
-                states, *made = computed_again(head, (), forward, [known, states], before)
-            else:
-                states, *made = forward(known, states, before)
+            again = self.settings.grad_checkpoint
+            states, *made = run_step(head, (), forward, [known, states], before, again)
             past.append(made)
             if step == 0:
                 states = states[:, start:]

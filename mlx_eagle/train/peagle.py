@@ -193,9 +193,10 @@ class PEagleRecipe(eagle3.Eagle3Recipe):
         rows = (given.rows, given.weights, embeddings.shape[1])
         first = first_slot(*rows, 1)
         slots, weights = slots_at(*rows, 0, first)
+        again = bool(self.settings.grad_checkpoint)
         states = [
             found.reshape(-1, found.shape[-1])
-            for found in self._pass(head, given.tokens, features, given.chosen, first)
+            for found in unroll_masked(head, given.tokens, features, given.chosen, again, first)
         ]
         states[0] = states[0][slots]
         flat = [mx.arange(len(slots)), *(x.reshape(-1) for x in given.places)]
@@ -215,25 +216,11 @@ class PEagleRecipe(eagle3.Eagle3Recipe):
         sums = [(x * w).sum() for x, w in zip(parts, counting, strict=True)]
         return mx.stack(sums) / mx.maximum(given.counts, TINY)
 
-    def _pass(
-        self,
-        head: Any,
-        tokens: mx.array,
-        features: mx.array,
-        chosen: Sequence[mx.array],
-        first: int,
-    ) -> Iterator[mx.array]:
-        """Yield the states of each depth; see ``unroll_masked``."""
-        masked = head.embed_tokens(mx.array(head.config.mask_token_id))
-        embeddings = head.embed_tokens(tokens)
-        again = bool(self.settings.grad_checkpoint)
-        return unroll_masked(head, embeddings, features, masked, chosen, again, first)
-
     def states(self, tokens: mx.array, features: mx.array, first: int) -> Iterator[mx.array]:
         size, length = tokens.shape
         all_slots = [mx.arange(first, length), *[mx.arange(length - first)] * self.depth]
         chosen = [mx.broadcast_to(x, (size, length - first)) for x in all_slots[: self.depth - 1]]
-        return self._pass(self.student.head, tokens, features, chosen, first)
+        return unroll_masked(self.student.head, tokens, features, chosen, first=first)
 
     def write_published(self, folder: Path) -> str:
         """Write the layout that it came in, and speculators' of what came as another head."""

@@ -39,11 +39,6 @@ class Recipe(ABC):
         self.model = model
         self.given = given
 
-    @property
-    def num_columns(self) -> int:
-        """Number of losses and depths that the table of figures has columns for."""
-        return max(self.depth, len(self.weights))
-
     @abstractmethod
     def teach(self, batch: TokenBatch, epoch: int, num_ranks: int = 1) -> tuple[mx.array, Any]:
         """Return features (B, T, F) and the target's other answers, with ``counts`` by term."""

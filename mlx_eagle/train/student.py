@@ -12,13 +12,11 @@ from mlx_lm.utils import dequantize_model
 
 from ..drafters.config import Eagle3Config, default_ids
 from ..drafters.head import Eagle3Head
-from ..drafters.head_weights import load_head, split_weights
+from ..drafters.head_weights import load_head
 from ..drafters.quantize import Quantization, pack
 from ..drafters.target_parts import activation_dtype, find_embedding, lm_head_of, rows_of_lm_head
 from .given import converted, open_given
 from .settings import TrainSettings
-
-TABLE = "embed_tokens"  # an embedding of the head's own, which is never quantized
 
 HeadFiles = tuple[dict[str, Any], dict[str, mx.array]]
 """A ``config.json``, and the arrays beside it."""
@@ -59,9 +57,23 @@ def fresh_student(
     embedding, vocab_size = find_embedding(model)
     num_layers = len(model.layers)
     ids = mx.array(drafted)
-    text = model_config.get("text_config") or model_config
     own_taps = tuple(settings.aux_layers or ()) or fitting_taps(num_layers)
-    config = _fresh_config(text, embedding, settings, own_taps, vocab_size, len(drafted))
+    sizes = target_sizes(model_config, embedding, settings)
+    rope = {"type": "default", "theta": sizes.pop("rope_theta"), "dims": None, "scaling": None}
+    config = Eagle3Config(
+        **sizes,
+        target_hidden_size=sizes["hidden_size"],
+        num_layers=settings.num_layers or 1,
+        vocab_size=vocab_size,
+        draft_vocab_size=len(drafted),
+        max_position_embeddings=max(2048, settings.max_seq_length),
+        num_aux=len(own_taps) if own_taps else 3,
+        aux_boundary_ids=own_taps,
+        aux_ids_source="mlx_eagle.train" if own_taps else "default",
+        rope=rope,
+        has_d2t=len(drafted) < vocab_size,
+        family="mlx-eagle",
+    )
     taps = config.taps(num_layers)
     if list(taps) != sorted(set(taps)) or taps[0] < 0 or taps[-1] > num_layers:
         raise ValueError(
@@ -96,44 +108,16 @@ def target_sizes(
     size = int(embed(mx.array([0])).shape[-1])
     num_heads = text.get("num_attention_heads") or max(1, size // 64)
     rope = text.get("rope_parameters") or {}
+    width = settings.intermediate_size or text.get("intermediate_size") or 4 * size
     return {
         "hidden_size": size,
         "num_heads": num_heads,
         "num_kv_heads": text.get("num_key_value_heads") or num_heads,
         "head_dim": text.get("head_dim") or size // num_heads,
-        "intermediate_size": settings.intermediate_size
-        or text.get("intermediate_size")
-        or 4 * size,
+        "intermediate_size": width,
+        "rms_norm_eps": text.get("rms_norm_eps") or 1e-6,
         "rope_theta": float(text.get("rope_theta") or rope.get("rope_theta") or 10000.0),
     }
-
-
-def _fresh_config(
-    text: Mapping[str, Any],
-    embedding: Callable[[mx.array], mx.array],
-    settings: TrainSettings,
-    taps: tuple[int, ...] | None,
-    vocab_size: int,
-    num_drafted: int,
-) -> Eagle3Config:
-    """Make a config with the target's sizes and a plain rotary embedding of the target's base."""
-    sizes = target_sizes(text, embedding, settings)
-    theta = sizes.pop("rope_theta")
-    return Eagle3Config(
-        **sizes,
-        target_hidden_size=sizes["hidden_size"],
-        num_layers=settings.num_layers or 1,
-        vocab_size=vocab_size,
-        draft_vocab_size=num_drafted,
-        rms_norm_eps=text.get("rms_norm_eps") or 1e-6,
-        max_position_embeddings=max(2048, settings.max_seq_length),
-        num_aux=len(taps) if taps else 3,
-        aux_boundary_ids=taps,
-        aux_ids_source="mlx_eagle.train" if taps else "default",
-        rope={"type": "default", "theta": theta, "dims": None, "scaling": None},
-        has_d2t=num_drafted < vocab_size,
-        family="mlx-eagle",
-    )
 
 
 def student_from(source: str, model: nn.Module, target: str) -> Student:
@@ -175,22 +159,6 @@ def _check_trainable(config: Eagle3Config, source: str) -> None:
                 f"{source} {feature}, and only heads of llama layers are trained here: start from "
                 "another head, or from none."
             )
-
-
-def head_files(
-    student: Student, settings: TrainSettings, notes: Mapping[str, Any], is_final: bool
-) -> HeadFiles:
-    """Return ``config.json`` and the arrays of an EAGLE head; see ``Recipe.files``."""
-    config = student.head.config
-    arrays = split_weights(dict(tree_flatten(student.head.parameters())), config)
-    values = config.to_dict() | dict(notes)
-    if is_final:
-        arrays = {name: array.astype(student.dtype) for name, array in arrays.items()}
-        entry, arrays = packed(arrays, settings, (f"{TABLE}.weight",))
-        values |= entry
-    if config.has_d2t:
-        arrays["d2t"] = student.ids - mx.arange(len(student.ids), dtype=mx.int32)
-    return values, arrays
 
 
 def packed(

@@ -230,16 +230,14 @@ class Teacher:
         targets = TargetBatch(
             slots,
             weights,
-            eval_in_chunks(self._probs, states, len(self._ids)),
+            eval_in_chunks(
+                lambda x: softmax(self._output(x).astype(mx.float32)), states, len(self._ids)
+            ),
             mx.pad(shares, (0, fill)),
             mx.array(batch.size * batch.longest / num_ranks, mx.float32),
             counts,
         )
         return features, targets
-
-    def _probs(self, states: mx.array) -> mx.array:
-        """Turn ``states`` (K, ...) into the target's probabilities, (K, Vd) float32."""
-        return softmax(self._output(states).astype(mx.float32))
 
     def _lessons(self, batch: TokenBatch) -> list[Lesson]:
         """Return a lesson for every sequence, from the cache if it has it, or from the target."""
@@ -297,9 +295,13 @@ class Teacher:
         chosen = mx.array(kept, mx.int32)
         shares = mx.ones(len(kept))
         if self._needs_sums and len(kept):
-            shares = eval_in_chunks(
-                lambda part: self._share(logits[part]), chosen, logits.shape[-1]
-            )
+
+            def share(rows: mx.array) -> mx.array:
+                own = logits[rows].astype(mx.float32)
+                drafted = mx.logsumexp(mx.take(own, self._ids, axis=1), axis=-1)
+                return mx.exp(drafted - mx.logsumexp(own, axis=-1))
+
+            shares = eval_in_chunks(share, chosen, logits.shape[-1])
         if self._norm is None or states is None:
             entering = mx.take(logits[chosen], self._ids, axis=1)
         else:
@@ -318,12 +320,6 @@ class Teacher:
                 )
             )
         return lessons
-
-    def _share(self, logits: mx.array) -> mx.array:
-        """Return how much of the probability in logits (K, V) the draft vocabulary has, (K,)."""
-        logits = logits.astype(mx.float32)
-        drafted = mx.logsumexp(mx.take(logits, self._ids, axis=1), axis=-1)
-        return mx.exp(drafted - mx.logsumexp(logits, axis=-1))
 
 
 class StateTeacher:
@@ -351,10 +347,6 @@ class StateTeacher:
     def features(self, tokens: np.ndarray) -> mx.array:
         """Compute the taps and the final state of each token (B, T), side by side: (B, T, F)."""
         return features_of(self._target, tokens)
-
-    def choices(self, states: mx.array, num_drafted: int) -> mx.array:
-        """Return the likeliest of the tokens that can be drafted, by number, after states."""
-        return eval_in_chunks(lambda x: mx.argmax(self.output(x), axis=-1), states, num_drafted)
 
 
 def cache_name(

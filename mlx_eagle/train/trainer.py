@@ -130,9 +130,8 @@ class Trainer:
         settings = self.settings
         is_quiet = self._world.rank() > 0
         with self.checkpoints.explaining(self._output):
-            log = TrainingLog(
-                self._output, self.recipe.num_columns, settings.iters, self._iteration, is_quiet
-            )
+            num_columns = max(self.recipe.depth, len(self.recipe.weights))  # losses and depths
+            log = TrainingLog(self._output, num_columns, settings.iters, self._iteration, is_quiet)
             with closing(log):
                 losses = self._train(stop, log)
             is_finished = self._iteration >= settings.iters

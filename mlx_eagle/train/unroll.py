@@ -10,7 +10,7 @@ from functools import partial
 import mlx.core as mx
 
 from ..drafters.head import DraftAttention, DraftLayer, Eagle3Head
-from .chunks import Arrays, chunk_rows, computed_again, in_chunks
+from .chunks import Arrays, chunk_rows, in_chunks, run_step
 from .compiled import softmax
 
 OUTSIDE = ("lm_head", "input_norm", "fc_norm", "embed_tokens", "mask_hidden")
@@ -50,36 +50,35 @@ def unroll(
     """
     states = head.fuse(features)
     past: list[Arrays] = []
-    forward = _checkpointed if checkpoint else _advance
     for step in range(num_steps):
         known = known_tokens(embeddings, step, first if step else 0)
-        states, *made = forward(head, known, states, past, first)
+        states, *made = _step(head, known, states, past, first, checkpoint)
         past.append(made)
         yield states
 
 
 def unroll_masked(
     head: Eagle3Head,
-    embeddings: mx.array,
+    tokens: mx.array,
     features: mx.array,
-    masked: mx.array,
     chosen: Sequence[mx.array],
     checkpoint: bool = False,
     first: int = 0,
 ) -> Iterator[mx.array]:
     """Yield the states of a P-EAGLE head's pass, for ``head.logits``, depth after depth.
 
-    Depth 0 is step 0 of ``unroll``: (B, T - first, h). At depth d there are (B, R_d, h): slot a
-    takes at position a + d the mask token, whose embedding ``masked`` (h,) is, and no features;
-    it attends to the slots up to a of depth 0, and to its own of the later depths.
-    ``chosen[d - 1]`` (B, R_d) numbers the slots of depth d among those of the depth before.
+    Depth 0 is step 0 of ``unroll``: (B, T - first, h), of ``tokens`` (B, T). At depth d there are
+    (B, R_d, h): slot a takes at position a + d the mask token and no features; it attends to the
+    slots up to a of depth 0, and to its own of the later depths. ``chosen[d - 1]`` (B, R_d)
+    numbers the slots of depth d among those of the depth before.
     """
-    forward = _checkpointed if checkpoint else _advance
-    known = known_tokens(embeddings, 0, 0)
-    states, *made = forward(head, known, head.fuse(features), [], first)
+    embed = head.embed_tokens
+    known = known_tokens(embed(tokens), 0, 0)
+    states, *made = _step(head, known, head.fuse(features), [], first, checkpoint)
     past = [made]
     yield states
-    slots = mx.broadcast_to(mx.arange(embeddings.shape[1]), embeddings.shape[:2])
+    slots = mx.broadcast_to(mx.arange(tokens.shape[1]), tokens.shape)
+    mask = embed(mx.array(head.config.mask_token_id))
     state = head.masked(1)
     for rows in chosen:
         slots = mx.take_along_axis(slots, rows, axis=1)
@@ -87,10 +86,24 @@ def unroll_masked(
         later = [[mx.take_along_axis(x, index, axis=2) for x in made] for made in past[1:]]
         past = [past[0], *later]
         shape = (*rows.shape, state.shape[-1])
-        given = [mx.broadcast_to(x, shape) for x in (masked, state)]
-        states, *made = forward(head, *given, past, slots)
+        given = [mx.broadcast_to(x, shape) for x in (mask, state)]
+        states, *made = _step(head, *given, past, slots, checkpoint)
         past.append(made)
         yield states
+
+
+def _step(
+    head: Eagle3Head,
+    embeddings: mx.array,
+    states: mx.array,
+    past: list[Arrays],
+    first: int | mx.array,
+    again: bool,
+) -> Arrays:
+    """Compute the step after ``past``; see ``_advance`` and ``run_step``."""
+    outside = (*OUTSIDE, "fc") if head.config.fc_input == "features" else OUTSIDE
+    forward = partial(_advance, head, first=first)
+    return run_step(head, outside, forward, [embeddings, states], past, again)
 
 
 def _advance(
@@ -122,19 +135,6 @@ def _advance(
         attended = _attend(layer, q, keys, values, start, skip)
         states = layer.leave(residual[:, skip:], attended)
     return [head.leave(states), *made]
-
-
-def _checkpointed(
-    head: Eagle3Head,
-    embeddings: mx.array,
-    states: mx.array,
-    past: list[Arrays],
-    first: int | mx.array,
-) -> Arrays:
-    """Compute what ``_advance`` does, but keep only its inputs and outputs for the gradient."""
-    outside = (*OUTSIDE, "fc") if head.config.fc_input == "features" else OUTSIDE
-    forward = partial(_advance, head, first=first)
-    return computed_again(head, outside, forward, [embeddings, states], past)
 
 
 def _attend(
