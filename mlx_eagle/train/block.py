@@ -6,7 +6,7 @@ itself. The drafter's own layers compute it, and its own choices are evaluated.
 
 import json
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -93,9 +93,12 @@ def write_fresh(
     (folder / "config.json").write_text(json.dumps(values), encoding="utf-8")
 
 
-def layer_values(config: BlockConfig) -> dict[str, Any]:
-    """Return the part of a published config that says what the layers are."""
-    return {name: getattr(config, name) for name in SAME.split()} | {
+def layer_values(config: Any, same: Iterable[str] = SAME.split()) -> dict[str, Any]:
+    """Return the part of a published config that says what the layers are.
+
+    ``same`` are the fields that it calls as ours.
+    """
+    return {name: getattr(config, name) for name in same} | {
         "model_type": "qwen3",
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": config.num_heads,
@@ -197,7 +200,6 @@ class BlockRecipe(GivenRecipe):
         self, batch: TokenBatch, epoch: int, num_ranks: int = 1
     ) -> tuple[mx.array, BlockTargets]:
         settings = self.settings
-        assert settings.anchors is not None
         drawn = anchors_of(batch, settings.anchors, settings.seed, epoch)
         return self.targets_of(batch, drawn)
 
@@ -294,8 +296,7 @@ class BlockRecipe(GivenRecipe):
                 return [own(x, lambda u: self._attend(own.self_attn, number, u, context, places))]
 
             x = run_step(layer, (), run, [x, context], [], self.settings.grad_checkpoint)[0]
-        states: mx.array = head.norm(x[:, self.config.first_slot :])
-        return states
+        return head.norm(x[:, self.config.first_slot :])
 
     def _attend(
         self, a: BlockAttention, number: int, x: mx.array, context: mx.array, places: mx.array
@@ -334,8 +335,7 @@ class BlockRecipe(GivenRecipe):
         at_once = max(1, CHUNK_BYTES // (4 * width))
         out = in_chunks(attend, rows, [keys, values], at_once, 0, again=True)[0]
         out = out.swapaxes(0, 1).reshape(size * num, a.num_heads, block, a.head_dim)
-        attended: mx.array = a.o_proj(out.swapaxes(1, 2).reshape(*x.shape[:2], -1))
-        return attended
+        return a.o_proj(out.swapaxes(1, 2).reshape(*x.shape[:2], -1))
 
     def drafts(self, tokens: np.ndarray, rows: mx.array, begin: int) -> np.ndarray:
         head = self.student.head

@@ -66,9 +66,7 @@ class Given:
     def load(self, model: nn.Module, dtype: mx.Dtype | None) -> FeatureDrafter:
         """Load it for ``model``, computing in ``dtype``."""
         kind, config = kind_of(self.folder)
-        drafter: Any = kind.load(self.folder, config, model, LoadOptions(dtype=dtype))
-        found: FeatureDrafter = drafter
-        return found
+        return kind.load(self.folder, config, model, LoadOptions(dtype=dtype))
 
     def arrays(self) -> tuple[dict[str, Any], dict[str, mx.array]]:
         """Return the config and the arrays of the converted folder."""
@@ -117,9 +115,7 @@ def converted(given: Given, target: str) -> Given:
 
 def same_tensors(checkpoint: DraftCheckpoint, kind: str) -> dict[str, str]:
     """Find the parameters that are published as they are: their names there."""
-    make = KINDS[kind].convert
-    assert make is not None
-    _, own = make(checkpoint.tensors, checkpoint.config)
+    _, own = KINDS[kind].convert(checkpoint.tensors, checkpoint.config)
     names = {id(tensor): name for name, tensor in checkpoint.tensors.items()}
     return {name: names[id(tensor)] for name, tensor in own.items() if id(tensor) in names}
 
@@ -155,7 +151,7 @@ def stored_arrays(checkpoint: DraftCheckpoint) -> dict[str, mx.array]:
     """Read the tensors of a checkpoint in their own types."""
     arrays: dict[str, mx.array] = {}
     for file in checkpoint.files:
-        loaded: Any = mx.load(str(file)) if file.suffix == ".safetensors" else {}
+        loaded = mx.load(str(file)) if file.suffix == ".safetensors" else {}
         arrays |= {name: loaded[name] for name in checkpoint.tensors if name in loaded}
     for name, tensor in checkpoint.tensors.items():
         if name not in arrays:

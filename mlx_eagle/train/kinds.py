@@ -192,19 +192,16 @@ def check_kind(name: str, source: str | None) -> None:
 def filled(settings: TrainSettings, kind: str) -> TrainSettings:
     """Give settings the defaults of a kind; ValueError for flags that it does not have."""
     row = TRAINED[kind]
-    plain = {each.name: each.default for each in fields(TrainSettings)}
-    for name in BY_KIND:
-        if name not in row.flags and getattr(settings, name) != plain[name]:
+    for name in (x.name for x in fields(settings) if getattr(settings, x.name) != x.default):
+        if name in BY_KIND and name not in row.flags:
             raise ValueError(f"{flag_of(name)} is not for {title_of(kind)}: leave it out.")
-    if settings.init is not None:
-        for name in (*SHAPE, "aux_layers"):
-            if getattr(settings, name) != plain[name] and name not in row.with_init:
-                raise ValueError(
-                    f"{flag_of(name)} is of fresh drafters, and --init keeps the shape of the one "
-                    "it names: leave it out."
-                )
-    for name in row.more:
-        if getattr(settings, name) and settings.fine_tune_type == "lora":
+        is_shape = name in (*SHAPE, "aux_layers") and name not in row.with_init
+        if is_shape and settings.init is not None:
+            raise ValueError(
+                f"{flag_of(name)} is of fresh drafters, and --init keeps the shape of the one it "
+                "names: leave it out."
+            )
+        if name in row.more and settings.fine_tune_type == "lora":
             raise ValueError(
                 f"{flag_of(name)} trains whole matrices, and --fine-tune-type lora small ones "
                 "beside them: leave out one of the two."
@@ -270,10 +267,9 @@ def student_of(settings: TrainSettings, given: Given, model: nn.Module) -> Stude
 
 def needs_for(settings: TrainSettings, student: Student) -> NeedsOf:
     """Return the estimate of what training this student takes."""
-    row: Any = TRAINED[str(settings.kind)]
-    needs: NeedsOf = row.needs
+    row = TRAINED[settings.kind]
     if settings.anchors is None:
-        return needs
+        return row.needs
     sizes = {"block_size": student.head.config.block_size, "spread": row.recipe.spread}
     return partial(needs_of_drafter, blocks=settings.anchors, **sizes)
 
@@ -309,14 +305,12 @@ def begin(
     examples: Examples,
 ) -> tuple[Student, Callable[[TrainSettings], Recipe]]:
     """Make the student, and a function that makes its recipe once the settings are final."""
-    assert settings.kind is not None
     row = TRAINED[settings.kind]
     make = row.recipe
     if row.make_student is not None:
         student = row.make_student(settings, model, config, tokenizer, examples)
         return student, lambda final: make(final, student, model, given, examples)
     if given is None:
-        assert row.write_fresh is not None
         given = fresh(settings, row.write_fresh, model, config, tokenizer)
         warn_of_few(settings, examples)
     made = converted(given, settings.model)

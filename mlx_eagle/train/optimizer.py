@@ -121,7 +121,7 @@ class TrainStep:
         """
         self._kind = type(targets)  # what is compiled gets a plain tuple
         inputs = (self._student.embed(tokens), features, *targets)
-        run: Any = self._run
+        run = self._run
         if is_compiled():
             run = self._compiled(tuple(x.shape for _, x in tree_flatten(list(inputs))))
         dtype = self._student.dtype

@@ -25,7 +25,7 @@ from ..drafters.kinds import kind_of
 from ..drafters.target_parts import find_embedding, rows_of_lm_head
 from . import eagle3
 from .batches import TokenBatch
-from .block import mask_token
+from .block import layer_values, mask_token
 from .chunks import Arrays, chunk_rows, with_weights
 from .compiled import padded
 from .data import Examples
@@ -187,34 +187,35 @@ class PEagleRecipe(eagle3.Eagle3Recipe):
         )
 
     def losses(
-        self, head: Any, embeddings: mx.array, features: mx.array, targets: Any
+        self, head: Any, embeddings: mx.array, features: mx.array, targets: ElementTargets
     ) -> mx.array:
-        given: ElementTargets = targets
-        rows = (given.rows, given.weights, embeddings.shape[1])
+        rows = (targets.rows, targets.weights, embeddings.shape[1])
         first = first_slot(*rows, 1)
         slots, weights = slots_at(*rows, 0, first)
         again = bool(self.settings.grad_checkpoint)
         states = [
             found.reshape(-1, found.shape[-1])
-            for found in unroll_masked(head, given.tokens, features, given.chosen, again, first)
+            for found in unroll_masked(
+                head, targets.tokens, features, targets.chosen, again, first
+            )
         ]
         states[0] = states[0][slots]
-        flat = [mx.arange(len(slots)), *(x.reshape(-1) for x in given.places)]
+        flat = [mx.arange(len(slots)), *(x.reshape(-1) for x in targets.places)]
         places = mx.maximum(mx.concatenate(flat), 0)
 
         def compare(begin: int, rows: Arrays) -> Arrays:
             logits = head.logits(rows[0]).astype(mx.float32)
-            probs = given.probs[places[begin : begin + len(logits)]]
+            probs = targets.probs[places[begin : begin + len(logits)]]
             return [mixed_losses(terms, logits, probs)]
 
         terms = self.settings.losses().terms
-        size = chunk_rows(given.probs.shape[-1])
+        size = chunk_rows(targets.probs.shape[-1])
         joined = [mx.concatenate(states)]
         (found,) = with_weights(head, OUTPUT, compare, joined, size, again=False)
         parts = mx.split(found, np.cumsum([len(x) for x in flat])[:-1].tolist())
         counting = [weights, *(x >= 0 for x in flat[1:])]
         sums = [(x * w).sum() for x, w in zip(parts, counting, strict=True)]
-        return mx.stack(sums) / mx.maximum(given.counts, TINY)
+        return mx.stack(sums) / mx.maximum(targets.counts, TINY)
 
     def states(self, tokens: mx.array, features: mx.array, first: int) -> Iterator[mx.array]:
         size, length = tokens.shape
@@ -283,11 +284,8 @@ def published_config(config: Eagle3Config, taps: Sequence[int]) -> dict[str, Any
     rope = {**scaling, "rope_type": scaling["type"], "rope_theta": c.rope["theta"]}
     if c.rope.get("dims"):
         rope["partial_rotary_factor"] = c.rope["dims"] / c.head_dim
-    layer = {name: getattr(c, name) for name in SAME} | {
+    layer = layer_values(c, SAME) | {
         "model_type": "qwen3" if c.qk_norm else "llama",
-        "num_hidden_layers": c.num_layers,
-        "num_attention_heads": c.num_heads,
-        "num_key_value_heads": c.num_kv_heads,
         "layer_types": [f"{kind}_attention" for kind in kinds],
         "use_sliding_window": window is not None,
         "rope_parameters": rope,

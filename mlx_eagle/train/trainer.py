@@ -33,7 +33,7 @@ FACTS = {"iteration": int, "trained_tokens": int, "settings": dict, "data": str}
 FIRST = 4  # batches before the run says how long it will take
 
 
-@dataclass(frozen=True)
+@dataclass
 class TrainReport:
     """Outcome of a run.
 
@@ -43,9 +43,9 @@ class TrainReport:
     """
 
     output: Path
-    iteration: int
-    is_finished: bool
-    evaluation: Evaluation | None
+    iteration: int = 0
+    is_finished: bool = False
+    evaluation: Evaluation | None = None
     losses: tuple[float, ...] = ()
     generated: Generated | None = None
     before: Generated | None = None
@@ -73,24 +73,15 @@ class Trainer:
             )
         lengths = [len(example.tokens) for example in self.examples.train]
         self._order = BatchOrder(lengths, settings.batch_size, settings.seed)
-        assert settings.max_grad_norm is not None
         self.student = self.recipe.student
-        self._step = TrainStep(
-            self.student,
-            settings.losses(),
-            settings.max_grad_norm,
-            settings.weight_decay,
-            self.recipe,
-        )
+        how = (settings.losses(), settings.max_grad_norm, settings.weight_decay)
+        self._step = TrainStep(self.student, *how, self.recipe)
         self._covered = coverage(self.examples.train, self.student.ids)
         self._output = Path(settings.output).expanduser()
-        self._iteration = 0
         self._trained_tokens = 0
+        self.report = TrainReport(self._output)
         self._pace: list[tuple[int, float]] = []  # tokens and seconds of each batch of this run
         self._recent: list[np.ndarray] = []  # losses since the last report
-        self._evaluation: Evaluation | None = None
-        self._generated: Generated | None = None
-        self._before: Generated | None = None  # of the drafter that the run began with
 
     def describe(self) -> None:
         """Print what is trained on what."""
@@ -105,8 +96,8 @@ class Trainer:
         )
         for note in self.examples.notes:
             print(note)
-        if self._iteration:
-            print(f"Going on behind batch {self._iteration}.")
+        if self.report.iteration:
+            print(f"Going on behind batch {self.report.iteration}.")
         print(self.needs, flush=True)
 
     def restore(self, path: Path) -> None:
@@ -119,7 +110,7 @@ class Trainer:
                 "give the same, or begin a new run with --init."
             )
         self._step.load(state["weights"], state["moments"])
-        self._iteration = facts["iteration"]
+        self.report.iteration = facts["iteration"]
         self._trained_tokens = facts["trained_tokens"]
 
     def run(self, stop: StopSignals) -> TrainReport:
@@ -131,33 +122,26 @@ class Trainer:
         is_quiet = self._world.rank() > 0
         with self.checkpoints.explaining(self._output):
             num_columns = max(self.recipe.depth, len(self.recipe.weights))  # losses and depths
-            log = TrainingLog(self._output, num_columns, settings.iters, self._iteration, is_quiet)
+            log = TrainingLog(
+                self._output, num_columns, settings.iters, self.report.iteration, is_quiet
+            )
             with closing(log):
-                losses = self._train(stop, log)
-            is_finished = self._iteration >= settings.iters
-            if is_finished and not is_quiet:
+                self._train(stop, log)
+            self.report.is_finished = self.report.iteration >= settings.iters
+            if self.report.is_finished and not is_quiet:
                 self._finish(stop, log)
-        if is_finished:
+        if self.report.is_finished:
             log.say(f"The head is in {self._output}: use it with --draft-model.")
-        return TrainReport(
-            self._output,
-            self._iteration,
-            is_finished,
-            self._evaluation,
-            tuple(losses),
-            self._generated,
-            self._before,
-        )
+        return self.report
 
-    def _train(self, stop: StopSignals, log: TrainingLog) -> list[float]:
-        """Learn from batch after batch; return the losses of the last one."""
+    def _train(self, stop: StopSignals, log: TrainingLog) -> None:
+        """Learn from batch after batch."""
         settings = self.settings
-        losses: list[float] = []
-        if self._iteration == 0:
+        if self.report.iteration == 0:
             self._evaluate(log)
-        while self._iteration < settings.iters:
-            losses = self._learn(log)
-            done = self._iteration
+        while self.report.iteration < settings.iters:
+            self._learn(log)
+            done = self.report.iteration
             is_last = done == settings.iters
             if done % settings.steps_per_eval == 0 or is_last:
                 self._evaluate(log)
@@ -174,43 +158,35 @@ class Trainer:
                     "--resume goes on."
                 )
                 break
-        return losses
 
     def _mean(self, array: mx.array) -> mx.array:
         """Average an array over all ranks."""
         return mx.distributed.all_sum(array, stream=mx.cpu) / self._world.size()
 
-    def _learn(self, log: TrainingLog) -> list[float]:
-        """Learn from the next batch; return its losses per step."""
+    def _learn(self, log: TrainingLog) -> None:
+        """Learn from the next batch."""
         settings = self.settings
         begun = time.perf_counter()
-        number = self._iteration
+        number = self.report.iteration
         parts = settings.grad_accumulation_steps
         numbers = self._order.batch(number)
         batch = make_batch(self.examples.train, numbers, self._world.rank(), self._world.size())
         epoch = number // self._order.num_batches
         features, targets = self.recipe.teach(batch, epoch, self._world.size())
         targets = targets._replace(counts=self._mean(targets.counts))
-        assert settings.learning_rate is not None and settings.warmup is not None
-        rate = learning_rate(
-            number // parts,
-            max(1, settings.iters // parts),
-            settings.learning_rate,
-            settings.warmup,
-        )
-        is_update = (number + 1) % parts == 0
-        found, norm = self._step(
-            mx.array(batch.tokens), features, targets, rate if is_update else None, parts
-        )
+        of_all = (number // parts, max(1, settings.iters // parts))
+        rate = learning_rate(*of_all, settings.learning_rate, settings.warmup)
+        now = rate if (number + 1) % parts == 0 else None
+        found, norm = self._step(mx.array(batch.tokens), features, targets, now, parts)
         losses = np.array(self._mean(found))
-        self._iteration = number + 1
+        self.report.iteration = number + 1
         self._check(losses, norm)
         num_tokens = sum(len(self.examples.train[i].tokens) for i in numbers)
         self._trained_tokens += num_tokens
         self._recent.append(losses)
         self._pace.append((num_tokens, time.perf_counter() - begun))
+        self.report.losses = tuple(losses.tolist())
         self._report(log, rate, norm)
-        return losses.tolist()
 
     def _report(self, log: TrainingLog, rate: float, norm: mx.array) -> None:
         """Move the bar on and, if a report is due, report all batches since the last one."""
@@ -219,16 +195,14 @@ class Trainer:
         if len(self._pace) == FIRST:
             speed = _speed(self._pace[1:])
             log.say(f"{speed:.0f} tokens per second: {duration(self._left())} left.")
-        if self._iteration % settings.steps_per_report == 0 or self._iteration == settings.iters:
-            log.training(
-                self._iteration,
-                np.mean(self._recent, axis=0).tolist(),
-                rate,
-                norm.item(),
-                _speed(self._pace[-len(self._recent) :]),
-                self._trained_tokens,
-                self._left(),
-            )
+        if (
+            self.report.iteration % settings.steps_per_report == 0
+            or self.report.iteration == settings.iters
+        ):
+            losses = np.mean(self._recent, axis=0).tolist()
+            speed = _speed(self._pace[-len(self._recent) :])
+            figures = (rate, norm.item(), speed, self._trained_tokens, self._left())
+            log.training(self.report.iteration, losses, *figures)
             self._recent = []
 
     def _left(self) -> float:
@@ -236,7 +210,7 @@ class Trainer:
         mean = self.examples.num_tokens / len(self.examples.train) * self.settings.batch_size
         # The first batch, which compiles, says nothing about the others.
         speed = _speed(self._pace[1:] or self._pace)
-        return (self.settings.iters - self._iteration) * mean / speed
+        return (self.settings.iters - self.report.iteration) * mean / speed
 
     def _check(self, losses: np.ndarray, norm: mx.array) -> None:
         """Raise ValueError if the last batch has spoilt the weights."""
@@ -247,7 +221,7 @@ class Trainer:
         if good is not None:
             way_on = f"the last good checkpoint is {good}; {way_on}, or from there with --init"
         raise ValueError(
-            f"the loss is not a number any more at batch {self._iteration}: {way_on}."
+            f"the loss is not a number any more at batch {self.report.iteration}: {way_on}."
         )
 
     def _evaluate(self, log: TrainingLog) -> None:
@@ -257,15 +231,15 @@ class Trainer:
             texts = texts[: settings.val_batches * settings.batch_size]
         # All ranks have the same weights and texts: one of them evaluates, and the others wait.
         if texts and self._world.rank() == 0:
-            self._evaluation = evaluate(self.recipe, texts, settings.batch_size)
-            log.evaluation(self._iteration, self._evaluation)
+            self.report.evaluation = evaluate(self.recipe, texts, settings.batch_size)
+            log.evaluation(self.report.iteration, self.report.evaluation)
 
     def _save(self, log: TrainingLog) -> None:
         if self._world.rank():
             return
         config, weights = self.recipe.files(self._notes())
         self.checkpoints.save(
-            self._iteration,
+            self.report.iteration,
             # Nothing random is left to keep: the order of the data follows from the seed and the
             # number of the batch.
             self._state(),
@@ -276,7 +250,7 @@ class Trainer:
             },
             {"config": config, "weights": weights},
         )
-        log.say(f"Iter {self._iteration}: Saved a checkpoint.")
+        log.say(f"Iter {self.report.iteration}: Saved a checkpoint.")
 
     def _state(self) -> dict[str, Any]:
         return {"weights": self._step.weights, "moments": self._step.moments}
@@ -288,7 +262,7 @@ class Trainer:
             "target": _shown(settings.model),
             "init": None if settings.init is None else _shown(settings.init),
             "num_sequences": len(self.examples.train),
-            "iterations": self._iteration,
+            "iterations": self.report.iteration,
             "batch_size": settings.batch_size,
             "trained_tokens": self._trained_tokens,
             "draft_vocab_size": len(self.student.ids),
@@ -296,9 +270,11 @@ class Trainer:
             "ttt_steps": settings.ttt_steps,
             "loss": settings.loss,
             "learning_rate": settings.learning_rate,
-            "evaluation": None if self._evaluation is None else asdict(self._evaluation),
-            "generated": None if self._generated is None else asdict(self._generated),
-            "generated_before": None if self._before is None else asdict(self._before),
+            "evaluation": None
+            if self.report.evaluation is None
+            else asdict(self.report.evaluation),
+            "generated": None if self.report.generated is None else asdict(self.report.generated),
+            "generated_before": None if self.report.before is None else asdict(self.report.before),
             "kind": settings.kind,
         }
         return {"source": {"path": "mlx_eagle.train", "files": {}}, "training": facts}
@@ -314,14 +290,14 @@ class Trainer:
             save_arrays(self._output / "adapters.safetensors", self._step.weights)
         if there := self.recipe.write_published(self._output):
             log.say(f"As it is published, it is in {there}.")
-        self._generated = self._generate(self._output, stop)
-        if self._generated is not None:
-            log.generated(self._generated)
+        self.report.generated = self._generate(self._output, stop)
+        if self.report.generated is not None:
+            log.generated(self.report.generated)
             if given is not None:
                 given = converted(given, settings.model)
-                self._before = self._generate(given.folder, stop)
-            if self._before is not None:
-                log.compared(self._before, self._generated)
+                self.report.before = self._generate(given.folder, stop)
+            if self.report.before is not None:
+                log.compared(self.report.before, self.report.generated)
             write_files(self._output, config | self._notes())
         card = make_card(self._output.name, self._notes()["training"])
         (self._output / "README.md").write_text(card, encoding="utf-8")

@@ -172,7 +172,13 @@ def _attend(
                 low = min(max(0, end - num + step - window + 1), end - 1)
         else:
             places = start[:, None, None, begin : begin + num, None]
-        hidden = _hidden(places, mx.arange(low, end), step, window).astype(q.dtype)
+        slots = mx.arange(low, end)
+        visible = slots <= places
+        if window is not None:
+            near = places + step < slots + window
+            # Where the window has left all of step 0 behind, a draft of one pass sees its slot.
+            visible &= near if isinstance(start, int) else near | (slots == places)
+        hidden = mx.where(visible, 0.0, -mx.inf).astype(q.dtype)
         own_keys = own[:num_own]
         cut = [array[..., low:end, :] for array in shared]
         return [_attended(q, own_keys, own[num_own:], cut, hidden)]
@@ -182,16 +188,6 @@ def _attend(
     out = in_chunks(attend, own, [keys[0], values[0]], size, -2, again=True)[0]
     out = out.reshape(batch, attention.num_heads, rows, width)
     return attention.o_proj(out.swapaxes(1, 2).reshape(batch, rows, -1))
-
-
-def _hidden(places: mx.array, slots: mx.array, step: int, window: int | None) -> mx.array:
-    """Mask the ``slots`` of step 0 that ``places`` (..., R, 1) do not see in ``step``: -inf."""
-    visible = slots <= places
-    if window is not None:
-        # Where the window has left all of step 0 behind, a draft of one pass still sees its slot.
-        near = places + step < slots + window
-        visible = visible & (near | (slots == places) if places.ndim > 2 else near)
-    return mx.where(visible, 0.0, -mx.inf)
 
 
 def _attended(
