@@ -122,9 +122,8 @@ class Trainer:
         is_quiet = self._world.rank() > 0
         with self.checkpoints.explaining(self._output):
             num_columns = max(self.recipe.depth, len(self.recipe.weights))  # losses and depths
-            log = TrainingLog(
-                self._output, num_columns, settings.iters, self.report.iteration, is_quiet
-            )
+            begun = self.report.iteration
+            log = TrainingLog(self._output, num_columns, settings.iters, begun, is_quiet)
             with closing(log):
                 self._train(stop, log)
             self.report.is_finished = self.report.iteration >= settings.iters
@@ -195,14 +194,12 @@ class Trainer:
         if len(self._pace) == FIRST:
             speed = _speed(self._pace[1:])
             log.say(f"{speed:.0f} tokens per second: {duration(self._left())} left.")
-        if (
-            self.report.iteration % settings.steps_per_report == 0
-            or self.report.iteration == settings.iters
-        ):
+        done = self.report.iteration
+        if done % settings.steps_per_report == 0 or done == settings.iters:
             losses = np.mean(self._recent, axis=0).tolist()
             speed = _speed(self._pace[-len(self._recent) :])
             figures = (rate, norm.item(), speed, self._trained_tokens, self._left())
-            log.training(self.report.iteration, losses, *figures)
+            log.training(done, losses, *figures)
             self._recent = []
 
     def _left(self) -> float:
@@ -258,6 +255,7 @@ class Trainer:
     def _notes(self) -> dict[str, Any]:
         """Return what the head's ``config.json`` says about its training."""
         settings = self.settings
+        report = asdict(self.report)
         facts = {
             "target": _shown(settings.model),
             "init": None if settings.init is None else _shown(settings.init),
@@ -270,11 +268,9 @@ class Trainer:
             "ttt_steps": settings.ttt_steps,
             "loss": settings.loss,
             "learning_rate": settings.learning_rate,
-            "evaluation": None
-            if self.report.evaluation is None
-            else asdict(self.report.evaluation),
-            "generated": None if self.report.generated is None else asdict(self.report.generated),
-            "generated_before": None if self.report.before is None else asdict(self.report.before),
+            "evaluation": report["evaluation"],
+            "generated": report["generated"],
+            "generated_before": report["before"],
             "kind": settings.kind,
         }
         return {"source": {"path": "mlx_eagle.train", "files": {}}, "training": facts}
