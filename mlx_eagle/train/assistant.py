@@ -92,12 +92,7 @@ class AssistantRecipe(ChainRecipe):
         return states, targets._replace(keys=tuple(rows[::2]), values=tuple(rows[1::2]))
 
     def steps(
-        self,
-        head: Any,
-        embeddings: mx.array,
-        features: mx.array,
-        targets: ChainTargets,
-        first: int,
+        self, head: Any, embeddings: mx.array, features: mx.array, targets: Any, first: int
     ) -> Iterator[mx.array]:
         kinds = sorted(set(head.config.layer_types))
         slots = mx.arange(first, embeddings.shape[1])[:, None]

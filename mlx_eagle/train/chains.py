@@ -65,20 +65,12 @@ class ChainRecipe(GivenRecipe):
     ):
         super().__init__(settings, student, model, given)
         self.teacher = teacher
-        losses = settings.losses()
-        self.depth = losses.num_steps
-        self.weights = losses.weights
-        self.terms = losses.terms
+        self.terms = settings.losses().terms
         self.width = int(student.embed(mx.array([0])).shape[-1])
 
     @abstractmethod
     def steps(
-        self,
-        head: Any,
-        embeddings: mx.array,
-        features: mx.array,
-        targets: ChainTargets,
-        first: int,
+        self, head: Any, embeddings: mx.array, features: mx.array, targets: Any, first: int
     ) -> Iterator[mx.array]:
         """Yield the states (B, T - first, h) of each step, for ``logits``."""
 

@@ -42,8 +42,6 @@ class Eagle3Recipe(Recipe):
     ):
         super().__init__(settings, student, model, given)
         self.teacher = make_teacher(settings, model, student, examples)
-        self.depth = settings.losses().num_steps
-        self.weights = settings.losses().weights
 
     def teach(
         self, batch: TokenBatch, epoch: int, num_ranks: int = 1

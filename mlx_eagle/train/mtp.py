@@ -17,7 +17,7 @@ from ..drafters.folder import shapes_of
 from ..drafters.mtp import FLOAT32, ROUTER
 from ..drafters.mtp_layers import JOIN, family_of
 from ..drafters.target_parts import find_embedding, lm_head_of
-from .chains import ChainRecipe, ChainTargets
+from .chains import ChainRecipe
 from .chunks import Arrays, run_step
 from .given import Given
 from .settings import TrainSettings
@@ -111,12 +111,7 @@ class MTPRecipe(ChainRecipe):
         return self._project(states if head.state_normed else head.norm(states))
 
     def steps(
-        self,
-        head: Any,
-        embeddings: mx.array,
-        features: mx.array,
-        targets: ChainTargets,
-        first: int,
+        self, head: Any, embeddings: mx.array, features: mx.array, targets: Any, first: int
     ) -> Iterator[mx.array]:
         alone = self.settings.mtp_attention == "step"
         start = 0 if alone else first

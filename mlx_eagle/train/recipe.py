@@ -28,9 +28,6 @@ class Recipe(ABC):
     losses. ``given`` is the drafter that the run began with, None for a fresh EAGLE head.
     """
 
-    depth: int
-    weights: mx.array
-
     def __init__(
         self, settings: TrainSettings, student: Student, model: nn.Module, given: Given | None
     ):
@@ -38,6 +35,9 @@ class Recipe(ABC):
         self.student = student
         self.model = model
         self.given = given
+        losses = settings.losses()
+        self.depth = losses.num_steps
+        self.weights = losses.weights
 
     @abstractmethod
     def teach(self, batch: TokenBatch, epoch: int, num_ranks: int = 1) -> tuple[mx.array, Any]:

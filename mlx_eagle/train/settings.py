@@ -44,9 +44,8 @@ class LossSettings:
 
     def __post_init__(self) -> None:
         known = MIXED if "=" in self.kind else LOSSES
-        if not self.terms or any(
-            x not in known or not 0 < w < LARGEST for x, w in self.terms.items()
-        ):
+        terms = self.terms.items()
+        if not terms or any(x not in known or not 0 < w < LARGEST for x, w in terms):
             raise ValueError(
                 f"--loss is {self.kind}: give one of {', '.join(LOSSES)}, or of "
                 f"{', '.join(MIXED)} a mix such as ce=.1,tv=.9."

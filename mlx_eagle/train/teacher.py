@@ -270,28 +270,21 @@ class Teacher:
             some = mx.array(tokens[start : start + at_once])
             logits, features, states = self._target.logits_at(some, rows)
             assert features is not None
-            lessons = self._say(places, logits[: len(places)], states, features, own)
-            mx.eval([vars(lesson) for lesson in lessons])
-            yield from lessons
+            made = self._lessons_of(places, logits[: len(places)], states, features, own)
+            mx.eval([vars(lesson) for lesson in made])
+            yield from made
 
-    def _say(
-        self,
-        places: np.ndarray,
-        logits: mx.array,
-        states: mx.array | None,
-        features: mx.array,
-        counts: np.ndarray,
+    def _lessons_of(
+        self, places: np.ndarray, logits: mx.array, states: Any, features: mx.array, counts: Any
     ) -> list[Lesson]:
         """Make lessons of b sequences, from logits (K, V) and features (b, T, F).
 
         ``places`` (K,) are the positions of the logits, numbered b * T + i, and ``states`` (K, h)
         are the last layer's output there. A slot counts if the target's choice can be drafted.
         """
-        length = features.shape[1]
         is_drafted = np.isin(np.array(mx.argmax(logits, axis=-1)), np.array(self._ids))
         (kept,) = is_drafted.nonzero()
-        rows = places[kept] // length
-        slots = places[kept] % length - 1
+        rows, slots = np.divmod(places[kept], features.shape[1])
         chosen = mx.array(kept, mx.int32)
         shares = mx.ones(len(kept))
         if self._needs_sums and len(kept):
@@ -302,23 +295,17 @@ class Teacher:
                 return mx.exp(drafted - mx.logsumexp(own, axis=-1))
 
             shares = eval_in_chunks(share, chosen, logits.shape[-1])
-        if self._norm is None or states is None:
+        if self._norm is None:
             entering = mx.take(logits[chosen], self._ids, axis=1)
         else:
             entering = self._norm(states[chosen])
         lessons = []
         for i, own in enumerate(counts):
-            first, last = np.searchsorted(rows, [i, i + 1]).tolist()
+            part = slice(*np.searchsorted(rows, [i, i + 1]).tolist())
             # Nothing is needed of the positions after the last slot that counts.
-            used = int(own.nonzero()[0].max(initial=0)) + 2
-            lessons.append(
-                Lesson(
-                    features[i, :used],
-                    mx.array(slots[first:last], mx.int32),
-                    entering[first:last],
-                    shares[first:last],
-                )
-            )
+            taps = features[i, : int(own.nonzero()[0].max(initial=0)) + 2]
+            counted = mx.array(slots[part] - 1, mx.int32)
+            lessons.append(Lesson(taps, counted, entering[part], shares[part]))
         return lessons
 
 
