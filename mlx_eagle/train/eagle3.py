@@ -54,7 +54,7 @@ class Eagle3Recipe(Recipe):
         return step_losses(head, embeddings, features, targets, self.settings.losses())
 
     def states(self, tokens: mx.array, features: mx.array, first: int) -> Iterator[mx.array]:
-        """Yield the states (B, T - first, h) of each draft in a row, as decoding has them."""
+        """Yield the states (B, T - first, h) of each draft in a row."""
         embeddings = self.student.embed(tokens)
         return unroll(self.student.head, embeddings, features, self.depth, first=first)
 

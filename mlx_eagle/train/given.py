@@ -74,27 +74,21 @@ class Given:
         return config, read_weights(self.folder)
 
 
-def source_of(name: str, target: str) -> str:
-    """Return the checkpoint that ``name`` stands for: that of the target's layers for "mtp"."""
-    if name not in KINDS:
-        return name
-    is_part = KINDS[name].parts_of(read_target_config(target))
-    place = None if is_part is None else holder_of(target, is_part)
-    if place is None:
-        raise ValueError(
-            f"{target} has no {name} layers of its own, nor has the model that it was made from: "
-            "name another drafter with --init."
-        )
-    return place
-
-
 def open_given(name: str, target: str) -> Given:
     """Open what ``--init`` names, without its weights; see ``Given``.
 
     It is a folder or repository of a drafter, converted or as published, or the name of a kind
     that the target brings itself. Raises ValueError for anything else.
     """
-    source = source_of(name, target)
+    source: str | None = name
+    if name in KINDS:
+        is_part = KINDS[name].parts_of(read_target_config(target))
+        source = None if is_part is None else holder_of(target, is_part)
+    if source is None:
+        raise ValueError(
+            f"{target} has no {name} layers of its own, nor has the model that it was made from: "
+            "name another drafter with --init."
+        )
     path = locate(source, FILES)
     if is_converted(path):
         _, config = kind_of(path)

@@ -71,31 +71,27 @@ EAGLE = ("draft_vocab_size", "aux_layers", "intermediate_size", "cache_features"
 SHAPE = ("block_size", "mask_token_id", "num_layers", "intermediate_size")
 CHAINS = ("ttt_steps", "step_decay", "labels", *LORA)
 USUAL = {"learning_rate": 1e-4, "warmup": 0.015, "max_grad_norm": 0.5}  # as EAGLE-3's trainers
+MTP = {
+    "learning_rate": 5e-5, "warmup": 0.05, "max_grad_norm": 0.5, "ttt_steps": 3,
+    "step_decay": 0.6, "loss": "kl", "labels": "text", "mtp_attention": "decoded",
+}  # fmt: skip
+BLOCKS = {
+    "learning_rate": 5e-5, "warmup": 0.04, "max_grad_norm": 1.0, "loss": "ce", "labels": "argmax",
+    "anchors": 128, "position_weights": "dpace", "loss_divisor": "rows",
+}  # fmt: skip
+DSPARK = BLOCKS | {
+    "loss": "ce=.1,l1=.9", "labels": "text", "position_weights": "decay", "gamma": 4.0,
+    "loss_divisor": "weights",
+}  # fmt: skip
 DFLASH = TrainedKind(
     dflash.DFlashRecipe,
     block.FROZEN,
-    defaults={
-        "learning_rate": 5e-5,
-        "warmup": 0.04,
-        "max_grad_norm": 1.0,
-        "loss": "ce",
-        "labels": "argmax",
-        "anchors": 128,
-        "position_weights": "dpace",
-        "loss_divisor": "rows",
-    },
+    defaults=BLOCKS,
     flags=("labels", "anchors", "position_weights", "gamma", "loss_divisor", *SHAPE, *LORA),
     losses=("ce",),
     write_fresh=dflash.write_new,
     fresh_rate=6e-4,
 )
-DSPARK = {
-    "loss": "ce=.1,l1=.9",
-    "labels": "text",
-    "position_weights": "decay",
-    "gamma": 4.0,
-    "loss_divisor": "weights",
-}
 TRAINED: dict[str, TrainedKind] = {
     "eagle3": TrainedKind(
         eagle3.Eagle3Recipe,
@@ -121,16 +117,7 @@ TRAINED: dict[str, TrainedKind] = {
         mtp.MTPRecipe,
         mtp.FROZEN,
         mtp.published_names,
-        defaults={
-            "learning_rate": 5e-5,
-            "warmup": 0.05,
-            "max_grad_norm": 0.5,
-            "ttt_steps": 3,
-            "step_decay": 0.6,
-            "loss": "kl",
-            "labels": "text",
-            "mtp_attention": "decoded",
-        },
+        defaults=MTP,
         flags=(*CHAINS, "mtp_attention", "train_experts"),
         losses=MIXED,
         more={"train_experts": mtp.EXPERTS},
@@ -147,7 +134,7 @@ TRAINED: dict[str, TrainedKind] = {
     "dspark": replace(
         DFLASH,
         recipe=dspark.DSparkRecipe,
-        defaults=DFLASH.defaults | DSPARK,
+        defaults=DSPARK,
         losses=MIXED,
         write_fresh=dspark.write_new,
     ),
@@ -274,15 +261,6 @@ def needs_for(settings: TrainSettings, student: Student) -> NeedsOf:
     return partial(needs_of_drafter, blocks=settings.anchors, **sizes)
 
 
-def fresh(settings: TrainSettings, write: Callable[..., None], *about: Any) -> Given:
-    """Make a new drafter in a folder of its own; ``about`` its target is what ``write`` takes."""
-    scratch = tempfile.TemporaryDirectory(prefix="mlx-eagle-")
-    folder = Path(scratch.name) / "fresh"
-    write(folder, settings, *about)
-    found = open_given(str(folder), settings.model)
-    return replace(found, scratch=scratch)
-
-
 def warn_of_few(settings: TrainSettings, examples: Examples) -> None:
     """Say that a fresh drafter of blocks needs more answers, and where there are others."""
     num = sum(example.num_answer for example in examples.train)
@@ -311,7 +289,10 @@ def begin(
         student = row.make_student(settings, model, config, tokenizer, examples)
         return student, lambda final: make(final, student, model, given, examples)
     if given is None:
-        given = fresh(settings, row.write_fresh, model, config, tokenizer)
+        scratch = tempfile.TemporaryDirectory(prefix="mlx-eagle-")
+        folder = Path(scratch.name) / "fresh"
+        row.write_fresh(folder, settings, model, config, tokenizer)
+        given = replace(open_given(str(folder), settings.model), scratch=scratch)
         warn_of_few(settings, examples)
     made = converted(given, settings.model)
     student = student_of(settings, made, model)

@@ -131,7 +131,18 @@ def student_from(source: str, model: nn.Module, target: str) -> Student:
     attached = load_head(given.folder, model, dtype=mx.float32)
     head = attached.head
     embedding, _ = find_embedding(model)
-    _check_trainable(head.config, source)
+    c = head.config
+    features = {
+        "has parallel heads": c.num_parallel_heads > 0,
+        "attends to a latent (MLA)": c.latent is not None,
+        "scales queries by their position": c.position_scale is not None,
+        "has layers of Gemma-4": c.branch_norms or c.values != "projected",
+    }
+    for feature in (name for name, holds in features.items() if holds):
+        raise ValueError(
+            f"{source} {feature}, and only heads of llama layers are trained here: start from "
+            "another head, or from none."
+        )
     own = head.config.embed_source == "file"
     if head.config.lm_head_source == "target_rows":
         head.config = replace(head.config, lm_head_source="file")
@@ -144,21 +155,6 @@ def student_from(source: str, model: nn.Module, target: str) -> Student:
     mx.eval(head.parameters())
     embed = head.embed_tokens if own else embedding
     return Student(head, embed, attached.taps, attached.ids, activation_dtype(embedding))
-
-
-def _check_trainable(config: Eagle3Config, source: str) -> None:
-    features = {
-        "has parallel heads": config.num_parallel_heads > 0,
-        "attends to a latent (MLA)": config.latent is not None,
-        "scales queries by their position": config.position_scale is not None,
-        "has layers of Gemma-4": config.branch_norms or config.values != "projected",
-    }
-    for feature, holds in features.items():
-        if holds:
-            raise ValueError(
-                f"{source} {feature}, and only heads of llama layers are trained here: start from "
-                "another head, or from none."
-            )
 
 
 def packed(

@@ -256,22 +256,18 @@ class Trainer:
         """Return what the head's ``config.json`` says about its training."""
         settings = self.settings
         report = asdict(self.report)
-        facts = {
+        names = ("kind", "batch_size", "ttt_steps", "loss", "learning_rate")
+        facts = {name: getattr(settings, name) for name in names} | {
             "target": _shown(settings.model),
             "init": None if settings.init is None else _shown(settings.init),
             "num_sequences": len(self.examples.train),
             "iterations": self.report.iteration,
-            "batch_size": settings.batch_size,
             "trained_tokens": self._trained_tokens,
             "draft_vocab_size": len(self.student.ids),
             "coverage": self._covered,
-            "ttt_steps": settings.ttt_steps,
-            "loss": settings.loss,
-            "learning_rate": settings.learning_rate,
             "evaluation": report["evaluation"],
             "generated": report["generated"],
             "generated_before": report["before"],
-            "kind": settings.kind,
         }
         return {"source": {"path": "mlx_eagle.train", "files": {}}, "training": facts}
 
