@@ -290,10 +290,10 @@ class TrainSettings:
             if "least" in x.metadata and getattr(self, x.name) is not None
         ]
         check_ranges(self, ranges)
-        if self.learning_rate is not None and not self.learning_rate > 0:
-            raise ValueError(f"--learning-rate is {self.learning_rate}: give more than 0.")
-        if self.gamma is not None and not self.gamma > 0:
-            raise ValueError(f"--gamma is {self.gamma}: give more than 0.")
+        for name in ("learning_rate", "gamma"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{flag_of(name)} is {value}: give more than 0.")
         if self.warmup is not None and not 0 <= self.warmup < 1:
             raise ValueError(f"--warmup is {self.warmup}: give a share of all steps, below 1.")
         if self.cache_bits not in (None, CACHE_BITS):

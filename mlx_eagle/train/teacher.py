@@ -206,7 +206,7 @@ class Teacher:
         return int(numbers * number) + 8 * sum(x.num_answer for x in examples)
 
     def features(self, tokens: np.ndarray) -> mx.array:
-        """Compute the taps at every position of tokens (B, T), side by side: (B, T, F)."""
+        """Compute taps of tokens (B, T); see ``features_of``."""
         return features_of(self._target, tokens)
 
     def teach(
@@ -332,7 +332,7 @@ class StateTeacher:
         self.output = output
 
     def features(self, tokens: np.ndarray) -> mx.array:
-        """Compute the taps and the final state of each token (B, T), side by side: (B, T, F)."""
+        """Compute taps and final states of tokens (B, T); see ``features_of``."""
         return features_of(self._target, tokens)
 
 
