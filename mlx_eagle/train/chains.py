@@ -20,7 +20,7 @@ from .losses import TINY, first_slot, mixed_losses, picked
 from .recipe import GivenRecipe
 from .settings import TrainSettings
 from .student import Student
-from .teacher import StateTeacher, filled_up
+from .teacher import HiddenTeacher, filled_up
 
 
 class ChainTargets(NamedTuple):
@@ -40,7 +40,7 @@ class ChainTargets(NamedTuple):
     values: tuple[mx.array, ...] = ()
 
 
-def places_of(batch: TokenBatch, num_steps: int) -> ChainTargets:
+def chain_targets(batch: TokenBatch, num_steps: int) -> ChainTargets:
     """Return the places of a batch that are drafted: tokens of answers from the third on."""
     size, length = batch.tokens.shape
     is_answer = np.zeros((size, length), bool)
@@ -61,7 +61,7 @@ class ChainRecipe(GivenRecipe):
         student: Student,
         model: nn.Module,
         given: Given,
-        teacher: StateTeacher,
+        teacher: HiddenTeacher,
     ):
         super().__init__(settings, student, model, given)
         self.teacher = teacher
@@ -72,19 +72,19 @@ class ChainRecipe(GivenRecipe):
     def steps(
         self, head: Any, embeddings: mx.array, features: mx.array, targets: Any, first: int
     ) -> Iterator[mx.array]:
-        """Yield the states (B, T - first, h) of each step, for ``logits``."""
+        """Yield the hidden states (B, T - first, h) of each step, for ``logits``."""
 
     @abstractmethod
-    def logits(self, head: Any, states: mx.array) -> mx.array:
-        """Return logits (K, V) after states (K, h), with gradients."""
+    def logits(self, head: Any, hidden: mx.array) -> mx.array:
+        """Return logits (K, V) after hidden states (K, h), with gradients."""
 
     @abstractmethod
     def output_parts(self) -> tuple[str, ...]:
         """Name the parts of the head that turn states into logits."""
 
-    def choose(self, head: Any, states: mx.array) -> mx.array:
-        """Return the drafts (K,) after states (K, h), as decoding chooses them."""
-        return mx.argmax(self.logits(head, states), axis=-1)
+    def choose(self, head: Any, hidden: mx.array) -> mx.array:
+        """Return the drafts (K,) after hidden states (K, h), as decoding chooses them."""
+        return mx.argmax(self.logits(head, hidden), axis=-1)
 
     def context(self, tokens: np.ndarray, targets: ChainTargets) -> tuple[mx.array, ChainTargets]:
         """Return the target's features of tokens (B, T), and targets with all that steps read."""
@@ -93,7 +93,7 @@ class ChainRecipe(GivenRecipe):
     def teach(
         self, batch: TokenBatch, epoch: int, num_ranks: int = 1
     ) -> tuple[mx.array, ChainTargets]:
-        return self.context(batch.tokens, places_of(batch, self.depth))
+        return self.context(batch.tokens, chain_targets(batch, self.depth))
 
     def losses(
         self, head: Any, embeddings: mx.array, features: mx.array, targets: ChainTargets
@@ -101,24 +101,24 @@ class ChainRecipe(GivenRecipe):
         rows = (targets.rows, targets.weights, embeddings.shape[1])
         first = first_slot(*rows, self.depth)
         steps = self.steps(head, embeddings, features, targets, first)
-        states, weights = picked(steps, *rows, first)
+        hidden, weights = picked(steps, *rows, first)
         taught = features.reshape(-1, features.shape[-1])[targets.rows + 1, -self.width :]
-        found = self._compared(head, states, mx.stop_gradient(taught), targets.labels)
+        found = self._compared(head, hidden, mx.stop_gradient(taught), targets.labels)
         sums = [(x * own).sum() for x, own in zip(found, weights, strict=True)]
         return mx.stack(sums) / mx.maximum(targets.counts, TINY)
 
     def _compared(self, head: Any, picked: Arrays, taught: mx.array, labels: mx.array) -> Arrays:
-        """Compare each step's states (K, h) with the target's (K, h) or the labels (K,)."""
+        """Compare each step's hidden states (K, h) with the target's (K, h) or the labels (K,)."""
         num_steps = len(picked)
         vocab_size = len(self.student.ids)
         by_text = self.settings.labels == "text"
         is_by_text = by_text and self.terms.keys() == {"ce"}
 
         def compare(begin: int, rows: Arrays) -> Arrays:
-            *states, final = rows
+            *hidden, final = rows
             own = len(final)
             shape = (num_steps, own, vocab_size)
-            logits = self.logits(head, mx.concatenate(states)).astype(mx.float32).reshape(shape)
+            logits = self.logits(head, mx.concatenate(hidden)).astype(mx.float32).reshape(shape)
             ids = labels[begin : begin + own]
             probs = None
             if not is_by_text:

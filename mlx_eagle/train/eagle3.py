@@ -53,13 +53,13 @@ class Eagle3Recipe(Recipe):
     ) -> mx.array:
         return step_losses(head, embeddings, features, targets, self.settings.losses())
 
-    def states(self, tokens: mx.array, features: mx.array, first: int) -> Iterator[mx.array]:
-        """Yield the states (B, T - first, h) of each draft in a row."""
+    def hidden(self, tokens: mx.array, features: mx.array, first: int) -> Iterator[mx.array]:
+        """Yield the hidden states (B, T - first, h) of each draft in a row."""
         embeddings = self.student.embed(tokens)
         return unroll(self.student.head, embeddings, features, self.depth, first=first)
 
     def drafts(self, tokens: np.ndarray, rows: mx.array, begin: int) -> np.ndarray:
-        steps = self.states(mx.array(tokens), self.teacher.features(tokens), begin)
+        steps = self.hidden(mx.array(tokens), self.teacher.features(tokens), begin)
         return self.chosen(steps, rows, lambda x: mx.argmax(self.student.head.logits(x), axis=-1))
 
     def files(self, notes: Mapping[str, Any], is_final: bool = False) -> HeadFiles:

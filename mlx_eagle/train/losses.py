@@ -69,16 +69,16 @@ def slots_at(
 def picked(
     steps: Iterable[mx.array], rows: mx.array, weights: mx.array, length: int, first: int
 ) -> tuple[Arrays, Arrays]:
-    """Return each step's states (K, h) in the slots that count, and their weights (K,).
+    """Return each step's hidden states (K, h) in the slots that count, and their weights (K,).
 
-    ``steps`` yield states (B, length - first, h); ``rows`` and ``weights`` are as in
+    ``steps`` yield hidden states (B, length - first, h); ``rows`` and ``weights`` are as in
     ``TargetBatch``.
     """
     found: Arrays = []
     counts: Arrays = []
-    for step, states in enumerate(steps):
+    for step, hidden in enumerate(steps):
         slots, own = slots_at(rows, weights, length, step, first)
-        found.append(states.reshape(-1, states.shape[-1])[slots])
+        found.append(hidden.reshape(-1, hidden.shape[-1])[slots])
         counts.append(own)
     return found, counts
 
@@ -94,8 +94,8 @@ def step_losses(
     rows = (targets.rows, targets.weights, embeddings.shape[1])
     first = first_slot(*rows, settings.num_steps)
     steps = unroll(head, embeddings, features, settings.num_steps, settings.checkpoint, first)
-    states, weights = picked(steps, *rows, first)
-    entropies, rates = _compared(head, states, targets, settings)
+    hidden, weights = picked(steps, *rows, first)
+    entropies, rates = _compared(head, hidden, targets, settings)
     losses = []
     for step, counts in enumerate(weights):
         loss = (entropies[step] * counts).sum() / targets.num_slots
@@ -184,15 +184,15 @@ def _acceptance_loss(
 
 
 def _compared(
-    head: Eagle3Head, states: Arrays, targets: TargetBatch, settings: LossSettings
+    head: Eagle3Head, hidden: Arrays, targets: TargetBatch, settings: LossSettings
 ) -> tuple[Arrays, Arrays]:
-    """Compare each step's states (K, h) with the target.
+    """Compare each step's hidden states (K, h) with the target.
 
     Returns each step's cross-entropies (K,) and its acceptance rates (K,), no rates for "ce".
     Rows of all steps are taken a chunk at a time, because logits are the largest arrays there
     are.
     """
-    num_steps = len(states)
+    num_steps = len(hidden)
     num_drafted = targets.probs.shape[-1]
 
     def compare(begin: int, rows: Arrays) -> Arrays:
@@ -208,5 +208,5 @@ def _compared(
         return [*entropies, *mx.minimum(of_all, drafted).sum(axis=-1)]
 
     size = chunk_rows(num_drafted * num_steps)
-    found = with_weights(head, OUTPUT, compare, states, size, again=False)
+    found = with_weights(head, OUTPUT, compare, hidden, size, again=False)
     return found[:num_steps], found[num_steps:]

@@ -22,7 +22,7 @@ from .chunks import Arrays, run_step
 from .given import Given
 from .settings import TrainSettings
 from .student import Student
-from .teacher import StateTeacher
+from .teacher import HiddenTeacher
 from .unroll import known_tokens
 
 EXPERTS = "switch_mlp."  # of names in mlx-lm's layers, which hold all experts in a matrix
@@ -61,7 +61,7 @@ class MTPRecipe(ChainRecipe):
                 "trained here: begin with another drafter."
             )
         taps = () if head.state_normed else (len(model.layers),)
-        super().__init__(settings, student, model, given, StateTeacher(model, taps))
+        super().__init__(settings, student, model, given, HiddenTeacher(model, taps))
         self.weights = self.weights / self.weights.sum()
         self._names = {}
         if given.published is not None:
@@ -107,15 +107,15 @@ class MTPRecipe(ChainRecipe):
     def output_parts(self) -> tuple[str, ...]:
         return () if self.student.head.state_normed else ("norm",)
 
-    def logits(self, head: Any, states: mx.array) -> mx.array:
-        return self._project(states if head.state_normed else head.norm(states))
+    def logits(self, head: Any, hidden: mx.array) -> mx.array:
+        return self._project(hidden if head.state_normed else head.norm(hidden))
 
     def steps(
         self, head: Any, embeddings: mx.array, features: mx.array, targets: Any, first: int
     ) -> Iterator[mx.array]:
         alone = self.settings.mtp_attention == "step"
         start = 0 if alone else first
-        states = features[..., : self.width]
+        hidden = features[..., : self.width]
         past: list[Arrays] = []
         for step in range(self.depth):
             own = start if step else 0
@@ -123,11 +123,11 @@ class MTPRecipe(ChainRecipe):
             forward = partial(advance, head, first=own, step=step)
             before = [] if alone else past
             again = self.settings.grad_checkpoint
-            states, *made = run_step(head, (), forward, [known, states], before, again)
+            hidden, *made = run_step(head, (), forward, [known, hidden], before, again)
             past.append(made)
             if step == 0:
-                states = states[:, start:]
-            yield states[:, first - start :]
+                hidden = hidden[:, start:]
+            yield hidden[:, first - start :]
 
     def published_names(self, checkpoint: DraftCheckpoint) -> Mapping[str, str]:
         return self._names
@@ -149,15 +149,15 @@ class _StepCache:
 
 
 def advance(
-    head: Any, embeddings: mx.array, states: mx.array, past: list[Arrays], first: int, step: int
+    head: Any, embeddings: mx.array, hidden: mx.array, past: list[Arrays], first: int, step: int
 ) -> Arrays:
-    """Run a step: states (B, R, h), then keys and values of each layer that attends.
+    """Run a step: hidden states (B, R, h), then keys and values of each layer that attends.
 
     The slots are those from ``first`` on, at positions that are ``step`` later. Each sees those
     up to itself among the first of ``past``, which has a slot for every token, and itself in the
     others; without ``past``, those up to itself in this step.
     """
-    x = head.join(embeddings, states)
+    x = head.join(embeddings, hidden)
     rows = x.shape[1]
     slots = mx.arange(first, first + rows)[:, None]
     own = slots == slots.T

@@ -193,13 +193,13 @@ class PEagleRecipe(eagle3.Eagle3Recipe):
         first = first_slot(*rows, 1)
         slots, weights = slots_at(*rows, 0, first)
         again = bool(self.settings.grad_checkpoint)
-        states = [
+        hidden = [
             found.reshape(-1, found.shape[-1])
             for found in unroll_masked(
                 head, targets.tokens, features, targets.chosen, again, first
             )
         ]
-        states[0] = states[0][slots]
+        hidden[0] = hidden[0][slots]
         flat = [mx.arange(len(slots)), *(x.reshape(-1) for x in targets.places)]
         places = mx.maximum(mx.concatenate(flat), 0)
 
@@ -210,14 +210,14 @@ class PEagleRecipe(eagle3.Eagle3Recipe):
 
         terms = self.settings.losses().terms
         size = chunk_rows(targets.probs.shape[-1])
-        joined = [mx.concatenate(states)]
+        joined = [mx.concatenate(hidden)]
         (found,) = with_weights(head, OUTPUT, compare, joined, size, again=False)
         parts = mx.split(found, np.cumsum([len(x) for x in flat])[:-1].tolist())
         counting = [weights, *(x >= 0 for x in flat[1:])]
         sums = [(x * w).sum() for x, w in zip(parts, counting, strict=True)]
         return mx.stack(sums) / mx.maximum(targets.counts, TINY)
 
-    def states(self, tokens: mx.array, features: mx.array, first: int) -> Iterator[mx.array]:
+    def hidden(self, tokens: mx.array, features: mx.array, first: int) -> Iterator[mx.array]:
         size, length = tokens.shape
         all_slots = [mx.arange(first, length), *[mx.arange(length - first)] * self.depth]
         chosen = [mx.broadcast_to(x, (size, length - first)) for x in all_slots[: self.depth - 1]]

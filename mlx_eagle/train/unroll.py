@@ -48,13 +48,13 @@ def unroll(
     With ``checkpoint``, each step is computed again for its gradient, and nothing in between is
     kept.
     """
-    states = head.fuse(features)
+    hidden = head.fuse(features)
     past: list[Arrays] = []
     for step in range(num_steps):
         known = known_tokens(embeddings, step, first if step else 0)
-        states, *made = _step(head, known, states, past, first, checkpoint)
+        hidden, *made = _step(head, known, hidden, past, first, checkpoint)
         past.append(made)
-        yield states
+        yield hidden
 
 
 def unroll_masked(
@@ -74,9 +74,9 @@ def unroll_masked(
     """
     embed = head.embed_tokens
     known = known_tokens(embed(tokens), 0, 0)
-    states, *made = _step(head, known, head.fuse(features), [], first, checkpoint)
+    hidden, *made = _step(head, known, head.fuse(features), [], first, checkpoint)
     past = [made]
-    yield states
+    yield hidden
     slots = mx.broadcast_to(mx.arange(tokens.shape[1]), tokens.shape)
     mask = embed(mx.array(head.config.mask_token_id))
     state = head.masked(1)
@@ -87,15 +87,15 @@ def unroll_masked(
         past = [past[0], *later]
         shape = (*rows.shape, state.shape[-1])
         given = [mx.broadcast_to(x, shape) for x in (mask, state)]
-        states, *made = _step(head, *given, past, slots, checkpoint)
+        hidden, *made = _step(head, *given, past, slots, checkpoint)
         past.append(made)
-        yield states
+        yield hidden
 
 
 def _step(
     head: Eagle3Head,
     embeddings: mx.array,
-    states: mx.array,
+    hidden: mx.array,
     past: list[Arrays],
     first: int | mx.array,
     again: bool,
@@ -103,17 +103,17 @@ def _step(
     """Compute the step after ``past``; see ``_advance`` and ``run_step``."""
     outside = (*OUTSIDE, "fc") if head.config.fc_input == "features" else OUTSIDE
     forward = partial(_advance, head, first=first)
-    return run_step(head, outside, forward, [embeddings, states], past, again)
+    return run_step(head, outside, forward, [embeddings, hidden], past, again)
 
 
 def _advance(
     head: Eagle3Head,
     embeddings: mx.array,
-    states: mx.array,
+    hidden: mx.array,
     past: list[Arrays],
     first: int | mx.array,
 ) -> Arrays:
-    """Compute the step after ``past``: states (B, R, h), then keys and values by layer.
+    """Compute the step after ``past``: hidden states (B, R, h), then keys and values by layer.
 
     Keys and values have shape (B, Hkv, R, D); ``past`` holds them for each earlier step. Step 0
     takes all slots. For those before ``first``, its last layer computes only keys and values.
@@ -122,9 +122,9 @@ def _advance(
     step = len(past)
     made: Arrays = []
     start = first if step else 0
-    embeddings, states = head.enter(embeddings, states)
+    embeddings, hidden = head.enter(embeddings, hidden)
     for i, layer in enumerate(head.layers):
-        x, residual = layer.enter(embeddings, states)
+        x, residual = layer.enter(embeddings, hidden)
         q, k, v = _project(layer.self_attn, x, start + step)
         made += [k, v]
         chains = [*past, made]
@@ -133,8 +133,8 @@ def _advance(
         is_last = i == len(head.layers) - 1
         skip = first if step == 0 and is_last and isinstance(first, int) else 0
         attended = _attend(layer, q, keys, values, start, skip)
-        states = layer.leave(residual[:, skip:], attended)
-    return [head.leave(states), *made]
+        hidden = layer.leave(residual[:, skip:], attended)
+    return [head.leave(hidden), *made]
 
 
 def _attend(
@@ -178,10 +178,10 @@ def _attend(
             near = places + step < slots + window
             # Where the window has left all of step 0 behind, a draft of one pass sees its slot.
             visible &= near if isinstance(start, int) else near | (slots == places)
-        hidden = mx.where(visible, 0.0, -mx.inf).astype(q.dtype)
+        unseen = mx.where(visible, 0.0, -mx.inf).astype(q.dtype)
         own_keys = own[:num_own]
         cut = [array[..., low:end, :] for array in shared]
-        return [_attended(q, own_keys, own[num_own:], cut, hidden)]
+        return [_attended(q, own_keys, own[num_own:], cut, unseen)]
 
     size = chunk_rows(q.size // (rows * width) * length)
     own = [q, *keys[1:], *values[1:]]
@@ -191,15 +191,15 @@ def _attend(
 
 
 def _attended(
-    q: mx.array, own_keys: Arrays, own_values: Arrays, shared: Arrays, hidden: mx.array
+    q: mx.array, own_keys: Arrays, own_values: Arrays, shared: Arrays, unseen: mx.array
 ) -> mx.array:
-    """Attend from q (B, Hkv, G, R, D) to what is not ``hidden`` (..., R, N) of step 0, and itself.
+    """Attend from q (B, Hkv, G, R, D) to what is not ``unseen`` (..., R, N) of step 0, and itself.
 
     ``shared`` are N keys and values (B, Hkv, 1, N, D) of step 0; ``own_keys`` and ``own_values``
     (B, Hkv, 1, R, D) are the slots' own of later steps.
     """
     keys, values = shared
-    scores = mx.addmm(hidden, q, keys.swapaxes(-1, -2))
+    scores = mx.addmm(unseen, q, keys.swapaxes(-1, -2))
     own = [(q * k).sum(axis=-1, keepdims=True) for k in own_keys]
     weights = softmax(mx.concatenate([scores, *own], axis=-1))
     # One split: the gradient of each separate slice would be as large as all of them.
