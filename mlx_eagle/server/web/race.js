@@ -60,7 +60,7 @@ class Lane {
       answer.reasoning ? [] : answer.marks.text);
     const { seconds, firstAfter, numTokens } = answer;
     const note = answer.finish === "length" ? "" : answer.note;
-    const rest = `${answer.tokensPerSecond.toFixed(1)} tokens/s, ${numTokens} tokens; the first after ${firstAfter.toFixed(2)} s. ${note}`;
+    const rest = `${answer.speed} tokens/s, ${numTokens} tokens; the first after ${firstAfter.toFixed(2)} s. ${note}`;
     this.clock.replaceChildren(element("b", "", `${(firstAfter + seconds).toFixed(2)} s `), rest);
   }
 }
@@ -76,7 +76,7 @@ function verdict(plain, drafted, seed) {
   }
   const whole = (answer) => answer.firstAfter + answer.seconds;
   const ratio = drafted.seconds > 0 ? whole(plain) / whole(drafted) : 0;
-  if (plain.seconds > 0) plainSpeed = plain.tokensPerSecond;
+  plainSpeed = plain.tokensPerSecond || plainSpeed;
   const batched = drafted.counts.batched_tokens;
   const shared = batched ? ` ${batched} tokens of the second came from rounds that it shared, because others asked too.` : "";
   const speed = ratio ? ` With drafts ${ratio.toFixed(2)} times as fast, from the request to the last token.` : "";
