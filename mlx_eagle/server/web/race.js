@@ -11,9 +11,11 @@ class Race {
       fields.seed = Math.floor(Math.random() * 2 ** 32); // both draw the same noise
     }
     fields.reuse_caches = false; // an earlier chat may have left caches that serve one lane only
-    const drafted = { ...fields };
+    // Nor may the second copy the first one's answer, or that of a chat: each lane knows its own alone.
+    const salt = `${Date.now()} ${Math.random()}`;
+    const drafted = { ...fields, cache_salt: `${salt} drafted` };
     if (drafted.num_draft_tokens === 0) delete drafted.num_draft_tokens;
-    const plain = { ...fields, num_draft_tokens: 0, tree: null };
+    const plain = { ...fields, num_draft_tokens: 0, tree: null, cache_salt: `${salt} plain` };
     const messages = withSystem([{ role: "user", content: prompt }]);
     this.running = new AbortController();
     setBusy("race-start", "race-stop", true);
