@@ -35,9 +35,9 @@ class Figure:
 Figures = Sequence[Figure]
 
 
-def row_of(figures: Figures, measured: Any) -> dict[str, Any]:
-    """The values of all figures that are computed, by name and ready for JSON."""
-    return {figure.name: figure.of(measured) for figure in figures if figure.of is not None}
+def row_of(figures: Figures, measured: Any, **others: Any) -> dict[str, Any]:
+    """The values of all figures that are computed, and ``others``, ready for JSON."""
+    return {each.name: each.of(measured) for each in figures if each.of is not None} | others
 
 
 def table(figures: Figures, rows: Iterable[Mapping[str, Any]], heading: str = "") -> str:

@@ -96,7 +96,7 @@ class Measurement:
         configurations = self.configurations
         prompts = [prompt_tokens(q, models.tokenizer, context) for q in self.questions]
         rows = [
-            [Cell(question=q, prompt=p, configuration=each) for each in configurations]
+            [Cell(each, (q,), (p,)) for each in configurations]
             for q, p in zip(self.questions, prompts, strict=True)
         ]
         typical = typical_context(prompts, settings.max_tokens)

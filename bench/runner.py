@@ -56,6 +56,10 @@ class Run:
     stats: Stats | None = None
 
     @property
+    def texts(self) -> list[list[int]]:
+        return [self.tokens]
+
+    @property
     def tps(self) -> float | None:
         """Tokens per second after the first; None if there is nothing to time."""
         return self.num_timed / self.seconds if self.num_timed and self.seconds > 0 else None
@@ -215,7 +219,7 @@ def run_prompt(
     **options: Any,
 ) -> None:
     """Run one repeat of one prompt, in its cells; ``options`` are those of ``responses``."""
-    prompt = cells[0].prompt
+    (prompt,) = cells[0].prompts
 
     def run_all(configurations: list[Configuration]) -> Iterable[Run]:
         if order == "weave":

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.utils import save_model
@@ -23,7 +24,7 @@ from .flags import Settings
 from .questions import Question
 from .runner import WARM_UP_TOKENS
 from .servers import Answer, Load, Server, chat_body, run_load, running
-from .turns import Turns, num_steps, repeat_turns
+from .turns import Cell, num_steps, repeat_turns
 
 PLAIN_SERVER = "mlx_lm.server"
 OUR_SERVER = "mlx_eagle.server"
@@ -68,15 +69,15 @@ class ServerMeasurement:
             running(server_commands(self.model, target, self.draft_flags, settings)) as servers,
         ):
             for num_clients in settings.clients:
-                cells = [Turns(configuration=each) for each in self.configurations]
+                cells = [
+                    Cell(each, self.questions, at_once=num_clients) for each in self.configurations
+                ]
                 first = self.questions[:num_clients]
                 warm_up = partial(load, servers, num_clients, first, short)
                 run = partial(load, servers, num_clients, self.questions, settings.max_tokens)
                 repeat_turns(cells, settings, warm_up, run, progress)
-                for cell in cells:
-                    loads = Loads(num_clients, cell, self.questions)
-                    results.append(row_of(LOADS, loads))
-                    rows += answer_rows(loads)
+                results += [row_of(LOADS, cell) for cell in cells]
+                rows += chain(*map(answer_rows, cells))
         return {"conditions": self.names, "serving": results}, rows
 
 
@@ -149,19 +150,11 @@ def request_fields(configuration: Configuration) -> dict[str, Any]:
     return configuration.options
 
 
-class Loads(NamedTuple):
-    """Loads of one configuration by ``num_clients``, and mlx-lm's server under the same."""
-
-    num_clients: int
-    cell: Turns
-    questions: Sequence[Question]
-
-    def differing(self) -> list[str]:
-        """Names of the questions whose answers differ between the servers."""
-        texts = ([answer.text for answer in runs[0].answers] for runs in self.cell.both)
-        return [
-            q.name for q, one, other in zip(self.questions, *texts, strict=True) if one != other
-        ]
+def differing(cell: Cell) -> list[str]:
+    """Names of the questions whose answers differ between the servers."""
+    texts = ([answer.text for answer in runs[0].answers] for runs in cell.both)
+    pairs = zip(cell.questions, *texts, strict=True)
+    return [question.name for question, one, other in pairs if one != other]
 
 
 def answers_of(loads: Iterable[Load]) -> list[Answer]:
@@ -216,23 +209,22 @@ def texts_identical(row: Mapping[str, Any]) -> str:
 
 
 CLIENTS = (
-    Figure("clients", "clients", of=lambda loads: loads.num_clients),
-    Figure("configuration", "configuration", of=lambda loads: loads.cell.configuration.label),
+    Figure("clients", "clients", of=lambda cell: cell.at_once),
+    Figure("configuration", "configuration", of=lambda cell: cell.configuration.label),
 )
 LOADS = (
     *CLIENTS,
-    Figure("num_prompts", of=lambda loads: len(loads.questions)),
+    Figure("num_prompts", of=lambda cell: len(cell.questions)),
     Figure("plain", "mlx_lm.server tok/s", lambda figures: number(figures["tps"]),
-           lambda loads: load_figures(loads.cell.plain)),
+           lambda cell: load_figures(cell.plain)),
     Figure("speculative", "mlx_eagle.server tok/s", lambda figures: number(figures["tps"]),
-           lambda loads: load_figures(loads.cell.runs)),
-    Figure("speedup", "ratio", times,
-           lambda loads: median_ratio(loads.cell.plain, loads.cell.runs)),
-    Figure("mean_acceptance_length", "tau", number, 
-           lambda loads: acceptance_length(answers_of(loads.cell.runs))),
-    Figure("differing", of=lambda loads: loads.differing()),
+           lambda cell: load_figures(cell.runs)),
+    Figure("speedup", "ratio", times, lambda cell: median_ratio(*cell.both)),
+    Figure("mean_acceptance_length", "tau", number,
+           lambda cell: acceptance_length(answers_of(cell.runs))),
+    Figure("differing", of=differing),
     Figure("", "texts identical", texts_identical),
-    Figure("num_runs", "loads", of=lambda loads: len(loads.cell.runs)),
+    Figure("num_runs", "loads", of=lambda cell: len(cell.runs)),
 )  # fmt: skip
 """Figures of a configuration with so many clients."""
 WAITS = (
@@ -254,12 +246,12 @@ ANSWER = (
 """Figures of one answer, for the CSV."""
 
 
-def answer_rows(loads: Loads) -> list[dict[str, Any]]:
+def answer_rows(cell: Cell) -> list[dict[str, Any]]:
     """A row per answer, for the CSV."""
     return [
-        row_of(CLIENTS, loads)
+        row_of(CLIENTS, cell)
         | {"role": role, "run": count, "set": question.set_name, "id": question.id}
         | row_of(ANSWER, answer)
-        for role, count, load in loads.cell.numbered()
-        for question, answer in zip(loads.questions, load.answers, strict=True)
+        for role, count, load in cell.numbered()
+        for question, answer in zip(cell.questions, load.answers, strict=True)
     ]

@@ -26,7 +26,7 @@ from .figures import (
     times,
     with_spread,
 )
-from .parity import compare, parity_words
+from .parity import parities, parity_words
 from .questions import by_set, typical_context
 from .runner import Models, Run
 from .turns import Cell
@@ -58,13 +58,14 @@ class CellGroup:
         self.cells = cells
         self.plain = [run for cell in cells for run in cell.plain]
         self.runs = [run for cell in cells for run in cell.runs]
-        self.stats = sum((run.stats for run in self.runs), Stats())
+        self.stats = sum((cell.stats for cell in cells), Stats())
         self.plain_tps = total_tps(cell.plain for cell in cells)
         self.tps = total_tps(cell.runs for cell in cells)
-        self.speedups = spread_of(median_ratio(cell.plain, cell.runs) for cell in cells)
+
+    def round_seconds(self) -> float | None:
+        """Seconds per target pass in the median run; None if nothing was timed."""
         timed = [r for r in self.runs if r.tps is not None and r.stats.num_target_forwards]
-        rounds = [run.seconds / run.stats.num_target_forwards for run in timed]
-        self.round_seconds = median(rounds) if rounds else None
+        return median([r.seconds / r.stats.num_target_forwards for r in timed]) if timed else None
 
 
 def counted(name: str, heading: str = "", show: Any = str) -> Figure:
@@ -91,11 +92,16 @@ SPEED = (
     Figure("tps", of=lambda g: g.tps),
     Figure("plain_tps_spread", of=lambda g: spread_of(run.tps for run in g.plain)),
     Figure("tps_spread", of=lambda g: spread_of(run.tps for run in g.runs)),
-    Figure("round_seconds", of=lambda g: g.round_seconds),
+    Figure("round_seconds", of=CellGroup.round_seconds),
     Figure("", "plain tok/s", lambda row: with_spread(row["plain_tps_spread"], row["plain_tps"])),
     Figure("", "speculative tok/s", lambda row: with_spread(row["tps_spread"], row["tps"])),
     Figure("speedup", "ratio", times, lambda g: ratio(g.tps, g.plain_tps)),
-    Figure("speedup_by_prompt", "ratio by prompt", with_spread, lambda g: g.speedups),
+    Figure(
+        "speedup_by_prompt",
+        "ratio by prompt",
+        with_spread,
+        lambda g: spread_of(median_ratio(*cell.both) for cell in g.cells),
+    ),
     Figure("speedup_by_prompt", "worst prompt", lambda found: times((found or {}).get("min"))),
     Figure("num_runs", "runs", of=lambda g: len(g.runs)),
 )
@@ -134,19 +140,19 @@ GROUP = (*SPEED, *START, *ACCEPTANCE, *COUNTS)
 
 NAMES = (
     Figure("set", of=lambda cell: cell.set_name),
-    Figure("id", of=lambda cell: cell.question.id),
+    Figure("id", of=lambda cell: cell.questions[0].id),
     Figure("drafter", of=lambda cell: cell.configuration.drafter),
     Figure("", "prompt", lambda row: f"{row['set']}/{row['id']}"),
     Figure("configuration", "configuration", of=lambda cell: cell.configuration.label),
 )
 PROMPT = (
     *NAMES,
-    Figure("prompt_tokens", "prompt tokens", of=lambda cell: len(cell.prompt)),
+    Figure("prompt_tokens", "prompt tokens", of=lambda cell: len(cell.prompts[0])),
     Figure("output_tokens", "output tokens", of=lambda cell: len(cell.runs[0].tokens)),
     Figure("plain_tps", "plain tok/s", number, lambda cell: total_tps([cell.plain])),
     Figure("tps", "speculative tok/s", number, lambda cell: total_tps([cell.runs])),
-    Figure("speedup", "ratio", times, lambda cell: median_ratio(cell.plain, cell.runs)),
-    Figure("mean_acceptance_length", "tau", number, lambda cell: CellGroup([cell]).stats.tau),
+    Figure("speedup", "ratio", times, lambda cell: median_ratio(*cell.both)),
+    Figure("mean_acceptance_length", "tau", number, lambda cell: cell.stats.tau),
     Figure("repeatable", of=lambda cell: all(r.tokens == cell.runs[0].tokens for r in cell.runs)),
     Figure("stats", of=lambda cell: cell.runs[0].stats.to_dict()),
     Figure("parity", "parity", parity_words),  # which needs the target
@@ -170,7 +176,7 @@ def run_rows(cells: Sequence[Cell], scenario: dict[str, Any]) -> list[dict[str, 
     return [
         scenario
         | row_of(NAMES, cell)
-        | {"role": role, "run": number, "prompt_tokens": len(cell.prompt)}
+        | {"role": role, "run": number, "prompt_tokens": len(cell.prompts[0])}
         | row_of(RUN, run)
         for cell in cells
         for role, number, run in cell.numbered()
@@ -216,15 +222,12 @@ def scenario_summary(
     max_tokens: int,
 ) -> dict[str, Any]:
     """One scenario: every configuration, every drafter's ``costs``, every prompt."""
-    prompts = list({cell.question: cell.prompt for cell in cells}.values())
+    prompts = list({cell.questions: cell.prompts[0] for cell in cells}.values())
     results = []
     for configuration in configurations:
         own = [cell for cell in cells if cell.configuration == configuration]
         results.append(configuration_result(configuration, own, costs.get(configuration.drafter)))
-    checked = []
-    for cell in cells:
-        parity = compare(models.target, cell.prompt, cell.plain[0].tokens, cell.runs[0].tokens)
-        checked.append(row_of(PROMPT, cell) | {"parity": parity})
+    checked = [row_of(PROMPT, c, parity=parities(models.target, c)[0]) for c in cells]
     drafters = []
     context = len(typical_context(prompts, max_tokens))
     for name, found in costs.items():

@@ -405,12 +405,12 @@ class DemoPair:
         prompts = self.prompts if way == "batch" else self.prompts[:1]
         temp = 1.0 if way.startswith("sampled") else 0.0
         if way == "batch":
-            texts = [run_batch(self.models, prompts, self.num_tokens, c).tokens for c in both]
+            runs = [run_batch(self.models, prompts, self.num_tokens, c) for c in both]
         else:
             options = {"max_tokens": self.num_tokens, "temp": temp, "seed": SEED}
-            texts = [[run_once(self.models, c, prompts[0], **options).tokens] for c in both]
+            runs = [run_once(self.models, c, prompts[0], **options) for c in both]
         lines = []
-        for prompt, plain, drafted in zip(prompts, *texts, strict=True):
+        for prompt, plain, drafted in zip(prompts, *(run.texts for run in runs), strict=True):
             result = compare(self.models.target, prompt, plain, drafted)
             if temp and not result["identical"]:
                 index = result["index"]

@@ -10,7 +10,7 @@ from mlx_eagle.bench import batch_runs, figures, measure, questions, runner, ser
 from mlx_eagle.bench.configurations import make_configurations
 from mlx_eagle.bench.costs import Costs
 from mlx_eagle.bench.figures import markdown_table, row_of
-from mlx_eagle.bench.turns import Cell, Turns, schedule
+from mlx_eagle.bench.turns import Cell, schedule
 from mlx_eagle.decoding.stats import Stats
 from mlx_eagle.drafters.acceptance_stats import expected_tokens
 from mlx_eagle.drafters.tree import DraftShape, TreeShape
@@ -78,9 +78,9 @@ def fake_cell(set_name: str, number: int, plain_times: list[float], times: list[
     configuration = make_configurations([3])[0]
     plain_runs = [fake_run(t) for t in plain_times]
     return Cell(
-        question=question,
-        prompt=[1, 2],
-        configuration=configuration,
+        configuration,
+        (question,),
+        ([1, 2],),
         plain=plain_runs,
         runs=[fake_run(t, stats=stats) for t in times],
     )
@@ -184,7 +184,7 @@ def test_the_parts_of_a_round_add_up_to_it():
 
 
 def test_the_order_of_runs():
-    b, c = (Turns(configuration=each) for each in make_configurations([1, 2]))
+    b, c = map(Cell, make_configurations([1, 2]))
 
     def labels(order: str) -> list[str]:
         return [configuration.label for configuration, _ in schedule([b, c], order)]

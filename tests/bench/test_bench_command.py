@@ -35,8 +35,8 @@ from mlx_eagle.bench import (
 from mlx_eagle.bench.configurations import PLAIN, chain_of
 from mlx_eagle.bench.figures import row_of, table
 from mlx_eagle.bench.flags import Settings
-from mlx_eagle.bench.turns import Turns
-from mlx_eagle.decoding.stats import Stats
+from mlx_eagle.bench.parity import parities
+from mlx_eagle.bench.turns import Cell
 from mlx_eagle.demo import __main__ as demo
 from mlx_eagle.drafters import pairs
 from mlx_eagle.drafters.lookup import LookupDrafter
@@ -475,21 +475,20 @@ def test_the_clock_of_a_batch_runs_over_the_whole_call(tiny, monkeypatch):
     monkeypatch.setattr(batch_runs, "time", clock)
     prompts = [PROMPT, PROMPT[:3]]
     run = batch_runs.run_batch(tiny, prompts, 6, PLAIN)
-    assert run.seconds == 2.5 and run.tps == pytest.approx(sum(map(len, run.tokens)) / 2.5)
-    assert run.tokens == [plain(tiny.target, prompt, 6) for prompt in prompts]
-    stats = [Stats(prompt_time=1.0), Stats(prompt_time=0.5)]
-    run = batch_runs.BatchRun([[1, 2, 3], [4]], 2.5, 1.5, 2, stats)
+    assert run.seconds == 2.5 and run.tps == pytest.approx(sum(map(len, run.texts)) / 2.5)
+    assert run.texts == [plain(tiny.target, prompt, 6) for prompt in prompts]
+    run = batch_runs.BatchRun([[1, 2, 3], [4]], 2.5, 1.5, 2)
     assert (run.tps, run.tps_after_prefill) == (4 / 2.5, 2 / 1.0)
 
 
 def test_a_text_that_differs_in_a_batch_is_shown_with_its_margin(tiny):
     texts = [plain(tiny.target, PROMPT, 8), plain(tiny.target, PROMPT[:3], 8)]
     other = [texts[0], [*texts[1][:5], (texts[1][5] + 1) % 258, *texts[1][6:]]]
-    cell = Turns(configuration=chain_of("auto"))
-    cell.plain.append(batch_runs.BatchRun(texts, 4.0, 2.0, 0, []))
-    cell.runs.append(batch_runs.BatchRun(other, 4.0, 3.0, 2, [make_stats([1, 0], 2)] * 2))
-    batch = batch_runs.MeasuredBatch(tiny, "mine", [PROMPT, PROMPT[:3]], cell)
-    row = row_of(batch_runs.BATCH, batch)
+    asked = (questions.Question("mine", "0", ""),)
+    cell = Cell(chain_of("auto"), asked, [PROMPT, PROMPT[:3]], at_once=2)
+    cell.plain.append(batch_runs.BatchRun(texts, 4.0, 2.0, 0))
+    cell.runs.append(batch_runs.BatchRun(other, 4.0, 3.0, 2, make_stats([1, 0, 1, 0], 2)))
+    row = row_of(batch_runs.BATCH, cell, parity=parities(tiny.target, cell))
     assert (row["speedup"], row["speedup_after_prefill"]) == (1.0, (16 - 2) / 1.0 / (16 / 2.0))
     assert [verification["index"] for verification in row["parity"]] == [None, 5]
     (line,) = cells_of_batches([row])
