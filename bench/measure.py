@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 from mlx_eagle.drafters.tree import Tree
@@ -13,7 +13,7 @@ from .batch_runs import measure_batches
 from .configurations import PLAIN, Configuration, make_configurations
 from .costs import Costs
 from .flags import Settings
-from .part_timing import Bench, Samples
+from .part_timing import Bench, Timings, time_parts
 from .questions import Question, by_set, prompt_tokens, typical_context
 from .runner import Models, run_once, run_prompt
 from .summary import run_rows, scenario_summary
@@ -39,13 +39,12 @@ class Measurement:
         """Configurations for single prompts; of several drafters, only some can draw trees."""
         settings = self.settings
         drafters = self.models.drafters
-        compares = self.models.compared is not None
         found = make_configurations(
             settings.sizes,
             settings.trees,
-            compares,
+            self.models.compared is not None,
             settings.copied,
-            tuple(drafters),
+            list(drafters),
             settings.exact,
         )
         if len(drafters) == 1:
@@ -55,7 +54,7 @@ class Measurement:
     @property
     def batched(self) -> list[Configuration]:
         """Configurations for batches, which draft only chains."""
-        return make_configurations(self.settings.sizes, drafters=tuple(self.models.drafters))
+        return make_configurations(self.settings.sizes, drafters=list(self.models.drafters))
 
     def num_runs(self) -> int:
         """Number of measured generations, a batch being one, without warm-ups."""
@@ -74,12 +73,9 @@ class Measurement:
         scenarios = []
         rows = []
         for context, temp in product(self.settings.contexts, self.settings.temps):
-            cells, costs = self.run_scenario(context, temp, progress)
+            cells, drafters = self.run_scenario(context, temp, progress)
             name = {"context": context, "temp": temp}
-            summary = scenario_summary(
-                self.models, self.configurations, cells, costs, self.settings.max_tokens
-            )
-            scenarios.append(name | summary)
+            scenarios.append(name | scenario_summary(self.models, cells, *drafters))
             rows += run_rows(cells, name)
         batches = measure_batches(
             self.models, self.batched, self.questions, self.settings, progress
@@ -89,33 +85,36 @@ class Measurement:
 
     def run_scenario(
         self, context: int | None, temp: float, progress: Callable[[], None]
-    ) -> tuple[list[Cell], dict[str, Costs]]:
-        """Run all repeats at one context and temperature; parts are timed before every prompt."""
+    ) -> tuple[list[Cell], tuple[dict[str, Costs], int]]:
+        """Run all repeats at one context and temperature; parts are timed before every prompt.
+
+        Returns the cells, the costs of every drafter, and the tokens of context they are for.
+        """
         models = self.models
         settings = self.settings
         configurations = self.configurations
         prompts = [prompt_tokens(q, models.tokenizer, context) for q in self.questions]
         rows = [
-            [Cell(each, (q,), (p,)) for each in configurations]
-            for q, p in zip(self.questions, prompts, strict=True)
+            [Cell(each, (question,), (prompt,)) for each in configurations]
+            for question, prompt in zip(self.questions, prompts, strict=True)
         ]
         typical = typical_context(prompts, settings.max_tokens)
         accepted, verified = timed_rows(configurations)
-        drafted = (1, len(accepted) - 1)
+        sizes = {"verify": verified, "accept": accepted, "propose": (1, len(accepted) - 1)}
         num_samples = math.ceil(settings.samples / (settings.repeats * len(rows)))
-        samples = {name: Samples() for name in models.drafters}
+        timings: dict[str, Timings] = {name: {} for name in models.drafters}
         options = {"max_tokens": settings.max_tokens, "temp": temp, "seed": settings.seed}
         for configuration in (PLAIN, *configurations):  # ``auto`` learns the costs of the pair
             run_once(models, configuration, prompts[0], settings.max_tokens)
         for row in rows * settings.repeats:
             for name, drafter in models.drafters.items():
                 # Its memory is free again before the runs, whose peak is measured.
-                bench = Bench(models.target, drafter, typical)
-                samples[name].measure(bench, verified, accepted, drafted, num_samples)
-                del bench
+                time_parts(
+                    Bench(models.target, drafter, typical), timings[name], sizes, num_samples
+                )
             run_prompt(models, row, settings.order, progress, **options)
-        costs = {name: Costs.of(timed) for name, timed in samples.items()}
-        return [cell for row in rows for cell in row], costs
+        costs = {name: Costs.of(found) for name, found in timings.items()}
+        return list(chain(*rows)), (costs, len(typical))
 
 
 def timed_rows(configurations: Sequence[Configuration]) -> tuple[list[int], list[int]]:

@@ -15,8 +15,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from .report import suffixed, views
-from .summary import chains
+from .summary import chains, suffixed, views
 
 STYLE = Path(__file__).parent / "plots.mplstyle"
 GREY = "#8a8a8a"  # plain decoding; C0 to C5 are the colours of the style

@@ -14,6 +14,8 @@ from mlx_eagle.system.device import memory, this_machine
 from mlx_eagle.system.fields import is_number, is_whole, shown
 from mlx_eagle.system.json_file import read_object
 
+from .summary import prompts_of, way_of
+
 SCHEMA = Path(__file__).with_name("report_file.schema.json")
 BENCH = "mlx_eagle.bench"
 SELF_TEST = "mlx_eagle.doctor --self-test"
@@ -83,13 +85,13 @@ def report_of(document: Mapping[str, Any], notes: str = "", by: str = BENCH) -> 
 def runs_of(scenario: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """An entry for each way to draft of a scenario that was timed, and drafted."""
     for way in scenario["configurations"]:
-        own = [row for row in scenario["prompts"] if row["configuration"] == way["label"]]
+        own = prompts_of(scenario, way)
         overall = way["overall"]
         if not way["drafter"] or not overall["tps"] or not overall["plain_tps"]:
             continue
         yield {
             "drafter": public_name(way["drafter"]),
-            "drafts": way["label"].removeprefix(f"{way['drafter']}, "),
+            "drafts": way_of(way["label"], way["drafter"]),
             "temperature": scenario["temp"],
             "context": scenario["context"],
             "prompts": ", ".join(map(public_name, way["sets"])),

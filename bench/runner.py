@@ -212,11 +212,7 @@ def run_woven(
 
 
 def run_prompt(
-    models: Models,
-    cells: Sequence[Cell],
-    order: str,
-    progress: Callable[[], None],
-    **options: Any,
+    models: Models, cells: Sequence[Cell], order: str, progress: Callable[[], None], **options: Any
 ) -> None:
     """Run one repeat of one prompt, in its cells; ``options`` are those of ``responses``."""
     (prompt,) = cells[0].prompts

@@ -11,10 +11,10 @@ from mlx.utils import tree_flatten
 from mlx_eagle.decoding.stats import Stats
 from mlx_eagle.system.device import megabytes
 
-from .configurations import Configuration
 from .costs import Costs
 from .figures import (
     Figure,
+    median_of,
     median_ratio,
     milliseconds,
     number,
@@ -27,15 +27,16 @@ from .figures import (
     with_spread,
 )
 from .parity import parities, parity_words
-from .questions import by_set, typical_context
+from .questions import by_set
 from .runner import Models, Run
 from .turns import Cell
+
+Result = Mapping[str, Any]
 
 
 def median_seconds(runs: Sequence[Run]) -> float | None:
     """Seconds per token after the first, in the median run; None if nothing was timed."""
-    rates = [run.seconds / run.num_timed for run in runs if run.tps is not None]
-    return median(rates) if rates else None
+    return median_of(run.seconds / run.num_timed for run in runs if run.tps is not None)
 
 
 def total_tps(run_lists: Iterable[Sequence[Run]]) -> float | None:
@@ -43,9 +44,9 @@ def total_tps(run_lists: Iterable[Sequence[Run]]) -> float | None:
     num_tokens = 0.0
     seconds = 0.0
     for runs in run_lists:
+        num_timed = median(run.num_timed for run in runs)
         per_token = median_seconds(runs)
         if per_token is not None:
-            num_timed = median(run.num_timed for run in runs)
             num_tokens += num_timed
             seconds += num_timed * per_token
     return ratio(num_tokens, seconds)
@@ -64,8 +65,8 @@ class CellGroup:
 
     def round_seconds(self) -> float | None:
         """Seconds per target pass in the median run; None if nothing was timed."""
-        timed = [r for r in self.runs if r.tps is not None and r.stats.num_target_forwards]
-        return median([r.seconds / r.stats.num_target_forwards for r in timed]) if timed else None
+        timed = (run for run in self.runs if run.tps is not None)
+        return median_of(ratio(run.seconds, run.stats.num_target_forwards) for run in timed)
 
 
 def counted(name: str, heading: str = "", show: Any = str) -> Figure:
@@ -159,34 +160,32 @@ PROMPT = (
 )
 """Figures of a configuration on one prompt."""
 
-RUN = (
-    Figure("output_tokens", of=lambda run: len(run.tokens)),
-    Figure("timed_tokens", of=lambda run: run.num_timed),
-    Figure("seconds", of=lambda run: run.seconds),
-    Figure("tokens_per_second", of=lambda run: run.tps),
-    Figure("ttft", of=lambda run: run.ttft),
-    Figure("peak_bytes", of=lambda run: run.peak_bytes),
-    Figure("mean_acceptance_length", of=lambda run: run.stats and run.stats.tau),
-)
-"""Figures of one generation, for the CSV."""
-
 
 def run_rows(cells: Sequence[Cell], scenario: dict[str, Any]) -> list[dict[str, Any]]:
     """A row per run, for the CSV; ``scenario`` has context and temperature."""
     return [
-        scenario
-        | row_of(NAMES, cell)
-        | {"role": role, "run": number, "prompt_tokens": len(cell.prompts[0])}
-        | row_of(RUN, run)
+        {
+            **scenario,
+            **row_of(NAMES, cell),
+            "role": role,
+            "run": number,
+            "prompt_tokens": len(cell.prompts[0]),
+            "output_tokens": len(run.tokens),
+            "timed_tokens": run.num_timed,
+            "seconds": run.seconds,
+            "tokens_per_second": run.tps,
+            "ttft": run.ttft,
+            "peak_bytes": run.peak_bytes,
+            "mean_acceptance_length": run.stats and run.stats.tau,
+        }
         for cell in cells
         for role, number, run in cell.numbered()
     ]
 
 
-def configuration_result(
-    configuration: Configuration, cells: Sequence[Cell], costs: Costs | None
-) -> dict[str, Any]:
+def configuration_result(cells: Sequence[Cell], costs: Costs | None) -> dict[str, Any]:
     """One configuration, overall and per set; with prediction and time split for a fixed k."""
+    configuration = cells[0].configuration
     size = configuration.size
     figures = {}
     for name, group in {"overall": cells, **by_set(cells)}.items():
@@ -202,56 +201,47 @@ def configuration_result(
         "drafter": configuration.drafter,
         "kind": configuration.kind,
         "num_draft_tokens": size,
-        "exact": bool(configuration.options.get("exact", False)),
+        "exact": configuration.options.get("exact", False),
         "overall": figures.pop("overall"),
         "sets": figures,
     }
 
 
-def chains(results: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Configurations with a fixed k above 0, shortest first."""
-    found = [each for each in results if each["kind"] == "chain" and each["num_draft_tokens"]]
-    return sorted(found, key=lambda each: each["num_draft_tokens"])
-
-
 def scenario_summary(
-    models: Models,
-    configurations: Sequence[Configuration],
-    cells: Sequence[Cell],
-    costs: Mapping[str, Costs],
-    max_tokens: int,
+    models: Models, cells: Sequence[Cell], costs: Mapping[str, Costs], context: int
 ) -> dict[str, Any]:
-    """One scenario: every configuration, every drafter's ``costs``, every prompt."""
-    prompts = list({cell.questions: cell.prompts[0] for cell in cells}.values())
-    results = []
-    for configuration in configurations:
-        own = [cell for cell in cells if cell.configuration == configuration]
-        results.append(configuration_result(configuration, own, costs.get(configuration.drafter)))
-    checked = [row_of(PROMPT, c, parity=parities(models.target, c)[0]) for c in cells]
+    """One scenario: every configuration, every prompt, and every drafter's ``costs``.
+
+    The costs were timed on ``context`` tokens.
+    """
+    groups: dict[str, list[Cell]] = {}
+    for cell in cells:
+        groups.setdefault(cell.configuration.label, []).append(cell)
+    results = [
+        configuration_result(own, costs.get(own[0].configuration.drafter))
+        for own in groups.values()
+    ]
     drafters = []
-    context = len(typical_context(prompts, max_tokens))
     for name, found in costs.items():
         own = chains(result for result in results if result["drafter"] == name)
         curve = found.curve(own[-1]["overall"]["acceptance_by_position"]) if own else []
         timed = {"context": context, **found.to_dict()}
         drafters.append({"name": name, "costs": timed, "curve": curve})
     plain_runs = [run for cell in cells for run in cell.plain]
-    return {
-        "prompt_tokens": spread_of(map(len, prompts)),
+    scenario = {
+        "prompt_tokens": spread_of(len(cell.prompts[0]) for cell in next(iter(groups.values()))),
         "output_tokens": spread_of(len(run.tokens) for run in plain_runs),
         "plain_step_measured": median_seconds(plain_runs),
         "configurations": results,
         "drafters": drafters,
-        "side_by_side": side_by_side(models, results, checked),
-        "prompts": checked,
+        "prompts": [row_of(PROMPT, c, parity=parities(models.target, c)[0]) for c in cells],
     }
+    return scenario | {"side_by_side": side_by_side(models, scenario)}
 
 
 SIDE_BY_SIDE = (
     Figure("drafter", "draft model"),
-    Figure(
-        "", "fastest with", lambda row: row["configuration"].removeprefix(f"{row['drafter']}, ")
-    ),
+    Figure("", "fastest with", lambda row: way_of(row["configuration"], row["drafter"])),
     Figure("tps", "tok/s", number),
     Figure("speedup", "ratio", times),
     Figure("speedup_of_worst_prompt", "worst prompt", times),
@@ -262,9 +252,7 @@ SIDE_BY_SIDE = (
 )
 
 
-def side_by_side(
-    models: Models, results: Sequence[Mapping[str, Any]], checked: Sequence[Mapping[str, Any]]
-) -> list[dict[str, Any]]:
+def side_by_side(models: Models, scenario: Result) -> list[dict[str, Any]]:
     """Each of several drafters in its fastest configuration, the fastest drafter first.
 
     ``peak_bytes`` leave out the weights of the other draft models, which were loaded as well.
@@ -276,12 +264,12 @@ def side_by_side(
     loaded = dict(chain(compared.items(), *(own.items() for own in weights.values())))
     rows = []
     for name, own in weights.items():
-        ways = [r for r in results if r["drafter"] == name and r["overall"]["speedup"]]
-        if not ways:
-            continue
-        best = max(ways, key=lambda result: result["overall"]["speedup"])
+        ways = [r for r in scenario["configurations"] if r["drafter"] == name]
+        best = max(ways, key=lambda result: result["overall"]["speedup"] or 0.0)
         overall = best["overall"]
-        parities = [row["parity"] for row in checked if row["configuration"] == best["label"]]
+        if not overall["speedup"]:
+            continue
+        parities = [row["parity"] for row in prompts_of(scenario, best)]
         shown = ("tps", "plain_tps", "speedup", "mean_acceptance_length")
         rows.append(
             {
@@ -302,3 +290,38 @@ def weights_of(modules: Iterable[nn.Module]) -> dict[int, int]:
     """Bytes of each array of weights, by its identity: drafters may share arrays."""
     arrays = (tree_flatten(module.parameters()) for module in modules)
     return {id(array): array.nbytes for found in arrays for _, array in found}
+
+
+# --- reading a summary: for the report, the plots and the report file ----------------------------
+
+
+def prompts_of(scenario: Result, configuration: Result) -> list[Result]:
+    """Figures of the prompts of one configuration."""
+    label = configuration["label"]
+    return [row for row in scenario["prompts"] if row["configuration"] == label]
+
+
+def chains(results: Iterable[Result]) -> list[Result]:
+    """Configurations with a fixed k above 0, shortest first."""
+    found = [each for each in results if each["kind"] == "chain" and each["num_draft_tokens"]]
+    return sorted(found, key=lambda each: each["num_draft_tokens"])
+
+
+def way_of(label: str, drafter: str) -> str:
+    """The label of a configuration without the name of its drafter."""
+    return label.removeprefix(f"{drafter}, ")
+
+
+def suffixed(parts: Sequence[Any], word: str = "") -> list[tuple[str, Any]]:
+    """Each of several parts with a suffix for the files of its plots: "-1", "-2" and so on."""
+    many = len(parts) > 1
+    return [(f"-{word}{i}" if many else "", part) for i, part in enumerate(parts, 1)]
+
+
+def views(scenario: Result) -> list[tuple[str, Result]]:
+    """The scenario as each drafter has it, with a suffix for the files of its plots."""
+    found = []
+    for suffix, drafter in suffixed(scenario["drafters"], "drafter"):
+        own = [c for c in scenario["configurations"] if c["drafter"] == drafter["name"]]
+        found.append((suffix, {**scenario, **drafter, "configurations": own}))
+    return found

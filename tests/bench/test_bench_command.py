@@ -316,7 +316,8 @@ def test_weights_that_drafters_share_are_counted_for_both(tiny):
     overall = {"speedup": 1.5, "tps": 3.0, "plain_tps": 2.0, "mean_acceptance_length": 2.0,
                "peak_bytes": 10**9, "speedup_by_prompt": {"min": 1.0}}  # fmt: skip
     results = [{"drafter": name, "label": name, "overall": overall} for name in shared]
-    rows = {row["drafter"]: row for row in summary.side_by_side(models, results, [])}
+    scenario = {"configurations": results, "prompts": []}
+    rows = {row["drafter"]: row for row in summary.side_by_side(models, scenario)}
     weight = sum(array.nbytes for _, array in tree_flatten(head.head.parameters()))
     assert [rows[name]["weight_bytes"] for name in shared] == [weight] * 3
     assert [rows[name]["peak_bytes"] for name in shared] == [10**9 - weight] * 3
@@ -364,13 +365,22 @@ def test_all_known_drafters_of_a_target(monkeypatch, capsys, tiny):
 
 
 def test_the_report_says_which_to_take():
+    shown = dict.fromkeys((figure.name for figure in summary.SIDE_BY_SIDE), 1)
     rows = [
-        {"drafter": name, "configuration": "auto", "speedup": x}
+        {
+            **shown,
+            "identical": 1,
+            "num_prompts": 1,
+            "drafter": name,
+            "configuration": "auto",
+            "speedup": x,
+        }
         for name, x in (("a", 1.42), ("b", 0.9))
     ]
-    assert report.which_to_take({"side_by_side": rows}).startswith("Take a, auto: 1.42x")
-    assert report.which_to_take({"side_by_side": rows[1:]}).startswith("Take none: the fastest, b")
-    assert report.which_to_take({"side_by_side": []}) == ""
+    assert report.which_to_take({"side_by_side": rows})[1].startswith("Take a, auto: 1.42x")
+    said = report.which_to_take({"side_by_side": rows[1:]})[1]
+    assert said.startswith("Take none: the fastest, b")
+    assert report.which_to_take({"side_by_side": []}) == []
 
 
 def test_names_of_several_draft_models(monkeypatch, tmp_path, tiny):

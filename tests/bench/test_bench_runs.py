@@ -39,17 +39,19 @@ def test_costs_leave_no_trace_and_cover_every_size(tiny):
         mx.eval(bench.verify(3), bench.accept(3))
     # The first pass was not cut: three rows more than the context's 29.
     assert bench.drafter.cache[0].offset == 29
-    samples = part_timing.Samples()
+    timings: part_timing.Timings = {}
+    sizes = {"verify": [1, 2, 3, 4, 9], "accept": [1, 2, 3, 4], "propose": [1, 4]}
     bench = part_timing.Bench(tiny.target, head_of(tiny), list(range(30)))
-    samples.measure(bench, [1, 2, 3, 4, 9], [1, 2, 3, 4], [1, 4], 2)
-    verify, accept, propose = samples.by_part.values()
+    part_timing.time_parts(bench, timings, sizes, 2)
+    verify, accept, propose = timings.values()
     assert sorted(verify) == [1, 2, 3, 4, 9] and sorted(accept) == [1, 2, 3, 4]
     assert all(len(timings) == 2 for timings in verify.values())
     assert len(first) == 3
-    costs = Costs.of(samples)
+    costs = Costs.of(timings)
     assert costs.verify[2] == statistics.median(t.run for t in verify[2])
     assert sorted(propose) == [1, 4]
-    samples.measure(part_timing.Bench(tiny.target, head_of(tiny), [1, 2]), [1, 2], [1], [3], 1)
+    bench = part_timing.Bench(tiny.target, head_of(tiny), [1, 2])
+    part_timing.time_parts(bench, timings, {"verify": [1, 2], "accept": [1], "propose": [3]}, 1)
     assert [len(verify[rows]) for rows in (1, 2, 3)] == [3, 3, 2]
     assert sorted(accept) == [1, 2, 3, 4] and sorted(propose) == [1, 3, 4]
 
