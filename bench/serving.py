@@ -19,7 +19,7 @@ from mlx_lm.utils import save_model
 from mlx_eagle.demo.pair import CONFIG, FILES, WEIGHTS, demo_target_path, load_demo
 
 from .configurations import PLAIN, Configuration, make_configurations
-from .figures import Figure, median_ratio, milliseconds, number, ratio, row_of, times
+from .figures import Figure, median_ratio, milliseconds, number, ratio, row_of, spread_of, times
 from .flags import Settings
 from .questions import Question
 from .runner import WARM_UP_TOKENS
@@ -138,16 +138,11 @@ def load(
 ) -> Load:
     """Send all questions to mlx_lm.server if the configuration is plain, else to ours."""
     server = servers[PLAIN_SERVER if configuration is PLAIN else OUR_SERVER]
-    fields = request_fields(configuration)
+    fields = configuration.options
+    if configuration.kind == "tree":
+        fields = {"tree": configuration.label.removeprefix("tree ")}
     bodies = [chat_body(question.text, max_tokens, **fields) for question in questions]
     return run_load(server, bodies, num_clients)
-
-
-def request_fields(configuration: Configuration) -> dict[str, Any]:
-    """Fields of a request that say how to draft; none for plain decoding."""
-    if configuration.kind == "tree":
-        return {"tree": configuration.label.removeprefix("tree ")}
-    return configuration.options
 
 
 def differing(cell: Cell) -> list[str]:
@@ -155,16 +150,6 @@ def differing(cell: Cell) -> list[str]:
     texts = ([answer.text for answer in runs[0].answers] for runs in cell.both)
     pairs = zip(cell.questions, *texts, strict=True)
     return [question.name for question, one, other in pairs if one != other]
-
-
-def answers_of(loads: Iterable[Load]) -> list[Answer]:
-    return [answer for load in loads for answer in load.answers]
-
-
-def typical_and_worst(values: Iterable[float | None]) -> dict[str, float] | None:
-    """Median and largest of the values that are not None; None without any."""
-    present = [value for value in values if value is not None]
-    return {"median": median(present), "worst": max(present)} if present else None
 
 
 def acceptance_length(answers: Iterable[Answer]) -> float | None:
@@ -181,14 +166,16 @@ WAITING = {"seconds_per_token": "time per token", "longest_pause": "longest paus
 
 
 def load_figures(loads: Sequence[Load]) -> dict[str, Any]:
-    """Speed of the median load, and the waiting times of all clients in seconds."""
-    answers = answers_of(loads)
-    waits = {w: typical_and_worst(getattr(answer, w) for answer in answers) for w in WAITING}
-    return {
+    """Speed of the median load; median and worst waiting times of all clients in seconds."""
+    figures: dict[str, Any] = {
         "tps": median(load.tps for load in loads),
         "output_tokens": sum(answer.num_tokens for answer in loads[0].answers),
-        **waits,
     }
+    for name in WAITING:
+        values = [getattr(answer, name) for load in loads for answer in load.answers]
+        spread = spread_of(values)
+        figures[name] = spread and {"median": spread["median"], "worst": spread["max"]}
+    return figures
 
 
 def waiting(name: str, role: str, heading: str) -> Figure:
@@ -221,7 +208,7 @@ LOADS = (
            lambda cell: load_figures(cell.runs)),
     Figure("speedup", "ratio", times, lambda cell: median_ratio(*cell.both)),
     Figure("mean_acceptance_length", "tau", number,
-           lambda cell: acceptance_length(answers_of(cell.runs))),
+           lambda cell: acceptance_length(a for load in cell.runs for a in load.answers)),
     Figure("differing", of=differing),
     Figure("", "texts identical", texts_identical),
     Figure("num_runs", "loads", of=lambda cell: len(cell.runs)),
@@ -235,23 +222,24 @@ WAITS = (
         for role, short in (("plain", "plain"), ("speculative", "drafted"))
     ),
 )
-ANSWER = (
-    Figure("output_tokens", of=lambda answer: answer.num_tokens),
-    Figure("ttft", of=lambda answer: answer.ttft),
-    Figure("seconds", of=lambda answer: answer.ended),
-    Figure("seconds_per_token", of=lambda answer: answer.seconds_per_token),
-    Figure("longest_pause", of=lambda answer: answer.longest_pause),
-    Figure("mean_acceptance_length", of=lambda answer: answer.tau),
-)
-"""Figures of one answer, for the CSV."""
 
 
 def answer_rows(cell: Cell) -> list[dict[str, Any]]:
     """A row per answer, for the CSV."""
     return [
-        row_of(CLIENTS, cell)
-        | {"role": role, "run": count, "set": question.set_name, "id": question.id}
-        | row_of(ANSWER, answer)
+        {
+            **row_of(CLIENTS, cell),
+            "role": role,
+            "run": count,
+            "set": question.set_name,
+            "id": question.id,
+            "output_tokens": answer.num_tokens,
+            "ttft": answer.ttft,
+            "seconds": answer.ended,
+            "seconds_per_token": answer.seconds_per_token,
+            "longest_pause": answer.longest_pause,
+            "mean_acceptance_length": answer.tau,
+        }
         for role, count, load in cell.numbered()
         for question, answer in zip(cell.questions, load.answers, strict=True)
     ]
