@@ -3,21 +3,23 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, product
 from typing import Any
 
 from mlx_eagle.drafters.tree import Tree
 
 from . import conditions
-from .batch_runs import measure_batches
 from .configurations import PLAIN, Configuration, make_configurations
 from .costs import Costs
+from .figures import row_of
 from .flags import Settings
+from .parity import parities
 from .part_timing import Bench, Timings, time_parts
 from .questions import Question, by_set, prompt_tokens, typical_context
-from .runner import Models, run_once, run_prompt
-from .summary import run_rows, scenario_summary
-from .turns import Cell, num_steps
+from .runner import WARM_UP_TOKENS, Models, run_batch, run_once, run_prompt
+from .summary import BATCH, run_rows, scenario_summary
+from .turns import Cell, num_steps, repeat_turns
 
 LONGEST = 8  # rows of a verify pass that are always timed
 
@@ -77,9 +79,7 @@ class Measurement:
             name = {"context": context, "temp": temp}
             scenarios.append(name | scenario_summary(self.models, cells, *drafters))
             rows += run_rows(cells, name)
-        batches = measure_batches(
-            self.models, self.batched, self.questions, self.settings, progress
-        )
+        batches = self.run_batches(progress)
         models = conditions.describe(self.models, self.names)
         return {"conditions": models, "scenarios": scenarios, "batches": batches}, rows
 
@@ -115,6 +115,21 @@ class Measurement:
             run_prompt(models, row, settings.order, progress, **options)
         costs = {name: Costs.of(found) for name, found in timings.items()}
         return list(chain(*rows)), (costs, len(typical))
+
+    def run_batches(self, progress: Callable[[], None]) -> list[dict[str, Any]]:
+        """Run every batch size on every set: one result per configuration."""
+        models = self.models
+        most = self.settings.max_tokens
+        results = []
+        for size, group in product(self.settings.batches, by_set(self.questions).values()):
+            asked = group[:size]
+            prompts = [prompt_tokens(question, models.tokenizer) for question in asked]
+            cells = [Cell(configuration, asked, prompts, size) for configuration in self.batched]
+            warm_up = partial(run_batch, models, prompts, min(most, WARM_UP_TOKENS))
+            run = partial(run_batch, models, prompts, most)
+            repeat_turns(cells, self.settings, warm_up, run, progress)
+            results += [row_of(BATCH, c, parity=parities(models.target, c)) for c in cells]
+        return results
 
 
 def timed_rows(configurations: Sequence[Configuration]) -> tuple[list[int], list[int]]:

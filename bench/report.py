@@ -7,12 +7,12 @@ from typing import Any
 
 from mlx_eagle.system.device import load_note, megabytes
 
-from .batch_runs import BATCH
 from .figures import Figure, joined, markdown_table, milliseconds, number, number3, table, times
 from .parity import count_identical, largest_margin
 from .serving import LOADS, WAITS, texts_identical
 from .summary import (
     ACCEPTANCE,
+    BATCH,
     COUNTS,
     PLACE,
     PROMPT,

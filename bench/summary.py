@@ -26,9 +26,9 @@ from .figures import (
     times,
     with_spread,
 )
-from .parity import parities, parity_words
+from .parity import count_identical, largest_margin, parities, parity_words
 from .questions import by_set
-from .runner import Models, Run
+from .runner import BatchRun, Models, Run
 from .turns import Cell
 
 Result = Mapping[str, Any]
@@ -138,6 +138,39 @@ COUNTS = (
 )  # fmt: skip
 GROUP = (*SPEED, *START, *ACCEPTANCE, *COUNTS)
 """Figures of a configuration over a set of prompts, or over all of them."""
+
+
+def speeds(name: str, plain: str, drafted: str, speedup: str) -> tuple[Figure, ...]:
+    """Plain and drafted speed by one clock of ``BatchRun``, each the median run's; their ratio."""
+
+    def speed(runs: Sequence[BatchRun]) -> float:
+        return median(getattr(run, name) for run in runs)
+
+    return (
+        Figure(f"plain_{name}", plain, number, lambda cell: speed(cell.plain)),
+        Figure(name, drafted, number, lambda cell: speed(cell.runs)),
+        Figure(name.replace("tps", "speedup"), speedup, times,
+               lambda cell: ratio(speed(cell.runs), speed(cell.plain))),
+    )  # fmt: skip
+
+
+BATCH = (
+    Figure("batch", "prompts at once", of=lambda cell: cell.at_once),
+    Figure("set", "set", of=lambda cell: cell.set_name),
+    Figure("configuration", "configuration", of=lambda cell: cell.configuration.label),
+    Figure("output_tokens", of=lambda cell: cell.runs[0].num_tokens),
+    *speeds("tps_after_prefill", "plain batch tok/s", "speculative tok/s", "ratio"),
+    *speeds("tps", "whole call: plain", "whole call: speculative", "whole call: ratio"),
+    counted("mean_acceptance_length", "tau", number),
+    counted("num_rounds"),
+    counted("num_plain_steps"),
+    Figure("num_runs", of=lambda cell: len(cell.runs)),
+    Figure("parity", "outputs identical", count_identical),  # which needs the target
+    Figure("parity", "largest margin where not", largest_margin),
+    Figure("drafting_events", "drafting events", lambda events: ", ".join(events) or "-",
+           lambda cell: cell.runs[0].events),
+)  # fmt: skip
+"""Figures of a configuration on a batch."""
 
 NAMES = (
     Figure("set", of=lambda cell: cell.set_name),

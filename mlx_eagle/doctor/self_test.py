@@ -28,7 +28,6 @@ from mlx.utils import tree_map
 from mlx_lm.models.cache import make_prompt_cache
 
 from .. import __version__
-from ..bench.batch_runs import run_batch
 from ..bench.conditions import DEMO_NAMES, machine
 from ..bench.configurations import PLAIN, Configuration, chain_of
 from ..bench.figures import joined, markdown_table
@@ -37,7 +36,7 @@ from ..bench.measure import Measurement
 from ..bench.parity import compare, margin, next_logprobs, parity_words
 from ..bench.questions import load_questions, prompt_tokens
 from ..bench.report_file import SELF_TEST, report_of, write_report
-from ..bench.runner import Models, run_once
+from ..bench.runner import Models, run_batch, run_once
 from ..decoding.sampling import Sampling
 from ..decoding.setup import AUTO
 from ..demo.pair import demo_target_path, load_demo

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from helpers import byte_tokenizer
 
-from mlx_eagle.bench import batch_runs, figures, measure, questions, runner, serving, summary
+from mlx_eagle.bench import figures, measure, questions, runner, serving, summary
 from mlx_eagle.bench.configurations import make_configurations
 from mlx_eagle.bench.costs import Costs
 from mlx_eagle.bench.figures import markdown_table, row_of
@@ -34,7 +34,7 @@ def test_spread_is_the_naive_one():
 
 TABLES = (
     *(summary.SPEED, summary.START, summary.ACCEPTANCE, summary.COUNTS, summary.SIDE_BY_SIDE),
-    *(summary.PROMPT, batch_runs.BATCH, serving.LOADS, serving.WAITS),
+    *(summary.PROMPT, summary.BATCH, serving.LOADS, serving.WAITS),
 )
 
 

@@ -23,7 +23,6 @@ import mlx_eagle
 from mlx_eagle import draft_models
 from mlx_eagle.bench import __main__ as command
 from mlx_eagle.bench import (
-    batch_runs,
     conditions,
     measure,
     plots,
@@ -459,7 +458,7 @@ def test_batches_beside_mlx_lms_own(monkeypatch, capsys, tmp_path, tiny):
 
 def cells_of_batches(rows: list[dict]) -> list[list[str]]:
     """The cells of the report's table of batches."""
-    lines = table(batch_runs.BATCH, rows).splitlines()[2:]
+    lines = table(summary.BATCH, rows).splitlines()[2:]
     return [line[2:-2].split(" | ") for line in lines]
 
 
@@ -468,9 +467,7 @@ def test_batches_are_made_set_by_set(tiny):
     settings = Settings(batches=(2,), sizes=(1,), max_tokens=3, repeats=2)
     runs = itertools.count()
     measurement = measure.Measurement(tiny, {}, asked, settings)
-    rows = batch_runs.measure_batches(
-        tiny, measurement.batched, asked, settings, lambda: next(runs)
-    )
+    rows = measurement.run_batches(lambda: next(runs))
     assert [(row["set"], row["batch"]) for row in rows] == [("a", 2), ("b", 2)]
     assert next(runs) == 2 * 2 * 4
     of_mlx_lm = 4 * 2 * 4
@@ -482,12 +479,12 @@ def test_batches_are_made_set_by_set(tiny):
 def test_the_clock_of_a_batch_runs_over_the_whole_call(tiny, monkeypatch):
     ticks = iter([10.0, 12.5])
     clock = SimpleNamespace(perf_counter=lambda: next(ticks))
-    monkeypatch.setattr(batch_runs, "time", clock)
+    monkeypatch.setattr(runner, "time", clock)
     prompts = [PROMPT, PROMPT[:3]]
-    run = batch_runs.run_batch(tiny, prompts, 6, PLAIN)
+    run = runner.run_batch(tiny, prompts, 6, PLAIN)
     assert run.seconds == 2.5 and run.tps == pytest.approx(sum(map(len, run.texts)) / 2.5)
     assert run.texts == [plain(tiny.target, prompt, 6) for prompt in prompts]
-    run = batch_runs.BatchRun([[1, 2, 3], [4]], 2.5, 1.5, 2)
+    run = runner.BatchRun([[1, 2, 3], [4]], 2.5, 1.5, 2)
     assert (run.tps, run.tps_after_prefill) == (4 / 2.5, 2 / 1.0)
 
 
@@ -496,9 +493,9 @@ def test_a_text_that_differs_in_a_batch_is_shown_with_its_margin(tiny):
     other = [texts[0], [*texts[1][:5], (texts[1][5] + 1) % 258, *texts[1][6:]]]
     asked = (questions.Question("mine", "0", ""),)
     cell = Cell(chain_of("auto"), asked, [PROMPT, PROMPT[:3]], at_once=2)
-    cell.plain.append(batch_runs.BatchRun(texts, 4.0, 2.0, 0))
-    cell.runs.append(batch_runs.BatchRun(other, 4.0, 3.0, 2, make_stats([1, 0, 1, 0], 2)))
-    row = row_of(batch_runs.BATCH, cell, parity=parities(tiny.target, cell))
+    cell.plain.append(runner.BatchRun(texts, 4.0, 2.0, 0))
+    cell.runs.append(runner.BatchRun(other, 4.0, 3.0, 2, make_stats([1, 0, 1, 0], 2)))
+    row = row_of(summary.BATCH, cell, parity=parities(tiny.target, cell))
     assert (row["speedup"], row["speedup_after_prefill"]) == (1.0, (16 - 2) / 1.0 / (16 / 2.0))
     assert [verification["index"] for verification in row["parity"]] == [None, 5]
     (line,) = cells_of_batches([row])
