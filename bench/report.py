@@ -25,11 +25,9 @@ from .summary import (
 )
 
 Scenario = Mapping[str, Any]
-
 PLOTS = "plots"  # folder of the images, beside the report
 
 METHOD = Path(__file__).parent / "method.md"
-
 CAPTIONS = {
     "side_by_side": "Every draft model in its fastest configuration: speed, acceptance, memory",
     "speedup": "Speedup and mean acceptance length (tau) against the draft length k",
@@ -91,11 +89,8 @@ COST = (
 
 def part(name: str, heading: str) -> Figure:
     """A part of the median round: milliseconds, and its share."""
-
-    def show(split: Mapping[str, float]) -> str:
-        return f"{milliseconds(split[name])} ({split[name] / split['round']:.0%})"
-
-    return Figure("", heading, show)
+    words = "{} ({:.0%})"
+    return Figure("", heading, lambda r: words.format(milliseconds(r[name]), r[name] / r["round"]))
 
 
 SPLIT = (
