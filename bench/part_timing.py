@@ -89,7 +89,7 @@ class Bench:
 
     def propose(self, size: int) -> list[mx.array]:
         """Draft ``size`` tokens greedily."""
-        return [self.drafter.propose(size, _greedy).tokens]
+        return [self.drafter.propose(size, lambda logits, _: mx.argmax(logits, axis=-1)).tokens]
 
     def time(self, part: str, size: int) -> Timing:
         """Time one of ``PARTS`` once; the caches are left as they were."""
@@ -111,10 +111,6 @@ class Bench:
 
 def _present(features: mx.array | None) -> list[mx.array]:
     return [] if features is None else [features]
-
-
-def _greedy(logits: mx.array, ids: mx.array | None) -> mx.array:
-    return mx.argmax(logits, axis=-1)
 
 
 def time_parts(

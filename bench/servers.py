@@ -211,7 +211,9 @@ def ask(address: Address, body: Mapping[str, Any]) -> Answer:
         connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
         response = connection.getresponse()
         if response.status != 200:
-            raise ValueError(f"the server refused a request ({reason_in(response.read())}).")
+            error = json.loads(response.read())["error"]
+            reason = error["message"] if isinstance(error, dict) else error
+            raise ValueError(f"the server refused a request ({reason}).")
         for line in response:
             seconds = time.perf_counter() - start
             if line.startswith(b"data: {"):
@@ -219,15 +221,6 @@ def ask(address: Address, body: Mapping[str, Any]) -> Answer:
     if not answer.num_tokens:
         raise ConnectionError("the stream broke off")
     return answer
-
-
-def reason_in(content: bytes) -> str:
-    """The reason that a refused request was given."""
-    try:
-        error = json.loads(content)["error"]
-        return str(error["message"] if isinstance(error, dict) else error)
-    except (ValueError, KeyError, TypeError):
-        return content.decode(errors="replace").strip() or "it gave no reason"
 
 
 def run_load(server: Server, bodies: Sequence[Mapping[str, Any]], num_clients: int) -> Load:

@@ -79,11 +79,6 @@ def middle(spread: Mapping[str, float]) -> str:
     return milliseconds(spread["median"], 0)
 
 
-def histogram_words(histogram: Sequence[int]) -> str:
-    """Rounds by the number of drafts that they kept: "0:3 1:5"."""
-    return " ".join(f"{kept}:{count}" for kept, count in enumerate(histogram)) or "-"
-
-
 PLACE = (Figure("set", "set"), Figure("configuration", "configuration"))
 SPEED = (
     *PLACE,
@@ -125,7 +120,8 @@ COUNTS = (
     *PLACE,
     counted("num_rounds"),
     counted("num_plain_steps"),
-    counted("accepted_histogram", "accepted lengths", histogram_words),
+    counted("accepted_histogram", "accepted lengths",
+            lambda counts: " ".join(f"{kept}:{n}" for kept, n in enumerate(counts)) or "-"),
     counted(
         "cumulative_acceptance_by_position", "cumulative acceptance by position", numbers
     ),

@@ -279,13 +279,10 @@ def try_attention(head_dim: int, dtype_name: str) -> list[Line]:
 def tiny_llama(head_dim: int, num_key_heads: int, dtype: mx.Dtype) -> nn.Module:
     """A tiny model with random weights that are large enough to make a difference."""
     model = build(LLAMA | {"head_dim": head_dim, "num_key_value_heads": num_key_heads})
-    mx.random.seed(0)
-
-    def random(weight: mx.array) -> mx.array:
-        noise = 0.1 * mx.random.normal(weight.shape)
-        return 1.0 + noise if weight.ndim == 1 else noise
-
-    model.update(tree_map(random, model.parameters()))
+    mx.random.seed(0)  # noise around 1 in norms, and around 0 in matrices
+    model.update(
+        tree_map(lambda w: (w.ndim == 1) + 0.1 * mx.random.normal(w.shape), model.parameters())
+    )
     model.set_dtype(dtype)
     mx.eval(model.parameters())
     return model
@@ -296,8 +293,7 @@ def differences(model: nn.Module, prefix: int, dtype: mx.Dtype) -> list[tuple[in
     filled = make_prompt_cache(model)
     shape = (1, model.args.num_key_value_heads, prefix, model.args.head_dim)
     for cache in filled:
-        keys = mx.random.normal(shape).astype(dtype)
-        values = mx.random.normal(shape).astype(dtype)
+        keys, values = mx.random.normal((2, *shape)).astype(dtype)
         cache.update_and_fetch(keys, values)
     mx.eval([cache.state for cache in filled])
     tokens = mx.random.randint(0, VOCAB, (1, max(PASS_ROWS)))
