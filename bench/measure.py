@@ -39,16 +39,9 @@ class Measurement:
     @property
     def configurations(self) -> list[Configuration]:
         """Configurations for single prompts; of several drafters, only some can draw trees."""
-        settings = self.settings
         drafters = self.models.drafters
-        found = make_configurations(
-            settings.sizes,
-            settings.trees,
-            self.models.compared is not None,
-            settings.copied,
-            list(drafters),
-            settings.exact,
-        )
+        compares = self.models.compared is not None
+        found = make_configurations(self.settings, drafters, compares)
         if len(drafters) == 1:
             return found
         return [c for c in found if "tree" not in c.options or drafters[c.drafter].supports_trees]
@@ -56,7 +49,8 @@ class Measurement:
     @property
     def batched(self) -> list[Configuration]:
         """Configurations for batches, which draft only chains."""
-        return make_configurations(self.settings.sizes, drafters=list(self.models.drafters))
+        chains = Settings(sizes=self.settings.sizes)
+        return make_configurations(chains, self.models.drafters)
 
     def num_runs(self) -> int:
         """Number of measured generations, a batch being one, without warm-ups."""

@@ -47,7 +47,7 @@ class ServerMeasurement:
     @property
     def configurations(self) -> list[Configuration]:
         """Chains and trees that our server is asked for."""
-        return make_configurations(self.settings.sizes, self.settings.trees)
+        return make_configurations(self.settings)
 
     def num_runs(self) -> int:
         """Number of measured loads."""

@@ -19,14 +19,15 @@ from mlx_eagle.bench import (
 )
 from mlx_eagle.bench.configurations import PLAIN, Configuration, make_configurations
 from mlx_eagle.bench.costs import Costs
+from mlx_eagle.bench.flags import Settings
 
 
 def head_of(tiny: runner.Models):
     return tiny.drafters["tiny head"]
 
 
-def of_tiny(*args, **options) -> list[Configuration]:
-    return make_configurations(*args, **options, drafters=["tiny head"])
+def of_tiny(compares: bool = False, **settings) -> list[Configuration]:
+    return make_configurations(Settings(**settings), ["tiny head"], compares)
 
 
 # --- pure parts ---------------------------------------------------------------------------
@@ -71,7 +72,7 @@ def test_the_margin_is_that_of_the_worse_token(tiny):
 
 @pytest.mark.parametrize("temp", [0.0, 0.8])
 def test_a_run_counts_the_tokens_after_the_first(tiny, temp):
-    configurations = [PLAIN, *of_tiny([2], compares=True)]
+    configurations = [PLAIN, *of_tiny(compares=True, sizes=(2,))]
     prompt = tiny.tokenizer.encode("Hello there")
     runs = [
         runner.run_once(tiny, configuration, prompt, 12, temp) for configuration in configurations
@@ -86,7 +87,7 @@ def test_a_run_counts_the_tokens_after_the_first(tiny, temp):
 def test_copies_are_made_where_they_are_measured(tiny, monkeypatch):
     """Here wherever there is a match, and with the same drafter none elsewhere."""
     monkeypatch.setattr("mlx_eagle.decoding.auto.FIXED_PRIOR", 0.0)
-    alone, copied = of_tiny([3], copied=[3])
+    alone, copied = of_tiny(sizes=(3,), copied=(3,))
     prompt = [*PROMPT, *plain(tiny.target, PROMPT, 9), *PROMPT]
     runs = [runner.run_once(tiny, configuration, prompt, 12) for configuration in (alone, copied)]
     assert runs[0].tokens == runs[1].tokens
@@ -99,7 +100,7 @@ def test_copies_are_made_where_they_are_measured(tiny, monkeypatch):
 def test_woven_runs_are_those_of_one_after_the_other(tiny):
     configurations = [
         PLAIN,
-        *of_tiny([3, "auto"], ["2x2:3"], compares=True),
+        *of_tiny(compares=True, sizes=(3, "auto"), trees=("2x2:3",)),
     ]
     prompt = tiny.tokenizer.encode("Hello there")
     alone = [runner.run_once(tiny, configuration, prompt, 30) for configuration in configurations]
@@ -166,7 +167,7 @@ def test_the_clock_of_turns():
 
 def test_the_peak_of_a_woven_run_is_its_own(tiny):
     prompt = tiny.tokenizer.encode("Hello there " * 40)
-    configurations = [PLAIN, *of_tiny([2])]
+    configurations = [PLAIN, *of_tiny(sizes=(2,))]
     gc.collect()  # what tests before this one left is not to be freed in its midst
     before = mx.get_active_memory()
     alone = [

@@ -316,7 +316,7 @@ def test_both_servers_serve_as_many_requests_as_there_are_clients():
 @pytest.mark.parametrize("way", ["plain", "chain", "tree"])
 def test_a_request_says_how_to_draft(monkeypatch, way):
     monkeypatch.setattr(serving, "run_load", lambda server, bodies, num_clients: (server, bodies))
-    chain, tree = make_configurations([2], ["3/2+1"])
+    chain, tree = make_configurations(bench_flags.Settings(sizes=(2,), trees=("3/2+1",)))
     fields = {"plain": {}, "chain": {"num_draft_tokens": 2}, "tree": {"tree": "3/2+1"}}[way]
     configuration = {"plain": PLAIN, "chain": chain, "tree": tree}[way]
     up = {serving.PLAIN_SERVER: "theirs", serving.OUR_SERVER: "ours"}
