@@ -31,7 +31,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_eagle.drafters.config import Eagle3Config
 from mlx_eagle.drafters.head import Eagle3Head
 from mlx_eagle.drafters.head_weights import AttachedHead, load_head
-from mlx_eagle.drafters.output_rows import places_of
+from mlx_eagle.drafters.output_rows import indices_in
 from mlx_eagle.drafters.quantize import bits_of
 from mlx_eagle.system.loading import load
 from mlx_eagle.system.progress import open_bar
@@ -92,7 +92,7 @@ class TargetText:
 
     def probs_of(self, ids: mx.array) -> mx.array:
         """The part of ``probs`` for some of its ids (Vd,)."""
-        return self.probs[:, mx.array(places_of(np.array(ids), self.ids))]
+        return self.probs[:, mx.array(indices_in(np.array(ids), self.ids))]
 
 
 def encode(tokenizer: TokenizerWrapper, messages: Sequence[Mapping[str, str]]) -> list[int]:
@@ -300,13 +300,13 @@ def unroll(
     end = first + num_slots
     window = head.config.sliding_window or end + DEPTHS
     cache = [KVCache() for _ in head.layers]
-    states = head(part.embed(tokens[1 : end + 1]), head.fuse(features[:end]), cache)
-    states = states[first:]
+    hidden = head(part.embed(tokens[1 : end + 1]), head.fuse(features[:end]), cache)
+    hidden = hidden[first:]
     slots = mx.arange(first, end)
     places = mx.arange(end)
     visible = places[None] <= slots[:, None]
     for depth in range(1, DEPTHS + 1):
-        logits = head.logits(states)
+        logits = head.logits(hidden)
         drafted = part.ids[mx.argmax(logits, axis=-1)]
         yield logits, drafted
         if depth == DEPTHS:
@@ -318,8 +318,8 @@ def unroll(
         fed = drafted
         if head.config.mask_token_id is not None:  # P-EAGLE: nothing is fed back
             fed = mx.full(num_slots, head.config.mask_token_id)
-            states = head.masked(num_slots)
-        states = head(part.embed(fed), states, cache, positions, mask)
+            hidden = head.masked(num_slots)
+        hidden = head(part.embed(fed), hidden, cache, positions, mask)
 
 
 def compare(

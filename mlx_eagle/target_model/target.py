@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from .attention import AttentionParts, no_kernel
+from .attention import AttentionOptions, no_kernel
 from .masks_and_ropes import exact_masks, positions_of_one_scale
 from .sharding import Exchange, find_stage
 from .stand_in import StandIn, add_behaviour
@@ -61,7 +61,7 @@ class Target:
         taps: tuple[int, ...] = (),
         most_rows: Callable[[int, int], int] = no_kernel,
     ):
-        """``most_rows``: of one attention kernel, see ``AttentionParts``."""
+        """``most_rows``: of one attention kernel, see ``AttentionOptions``."""
         self.stage = find_stage(model)
         num_layers = self.stage.num_layers
         outside = [tap for tap in taps if not 0 <= tap <= num_layers + 1]
@@ -90,9 +90,9 @@ class Target:
         return start // num == (start + num_rows - 1) // num
 
     @property
-    def parts(self) -> AttentionParts:
+    def attention(self) -> AttentionOptions:
         """Whether attention cuts the rows of its passes into parts."""
-        return self._stand_in.parts
+        return self._stand_in.attention
 
     def _recording_stand_in(self, most_rows: Callable[[int, int], int]) -> StandIn:
         """The model's stand-in, whose layers and final norm tell ``self._recorder``.
@@ -138,7 +138,7 @@ class Target:
 
     def batch(self, tokens: mx.array, cache: list[Any]) -> tuple[mx.array, mx.array | None]:
         """Run tokens (B, R) on top of batch caches: logits (B, R, V), features (B, R, F)."""
-        with self._stand_in.absorbed.told():
+        with self._stand_in.absorbed.absorbing():
             logits, seen = self._pass(tokens, cache)
         return logits, self._features(seen, tokens.shape[0])
 
@@ -181,8 +181,8 @@ class Target:
 
         Its rows attend to a latent cache as a single one does.
         """
-        positions = self._stand_in.positions.told(one_by_one=num_rows > 1)
-        with exact_masks(cache, num_rows), positions, self._stand_in.absorbed.told():
+        positions = self._stand_in.positions.using(one_by_one=num_rows > 1)
+        with exact_masks(cache, num_rows), positions, self._stand_in.absorbed.absorbing():
             yield
 
     def _pass(
@@ -193,9 +193,9 @@ class Target:
         ``given`` is what else the model is called with.
         """
         self._recorder.begin()
-        self.parts.begin()
+        self.attention.begin()
         logits = self._stand_in.model(tokens, cache=cache, **given)
-        self.parts.begin()
+        self.attention.begin()
         return logits, self._recorder.take()
 
     def _features(self, seen: dict[int, mx.array], batch: int) -> mx.array | None:

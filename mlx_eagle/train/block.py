@@ -27,7 +27,7 @@ from .given import Given, GivenRecipe
 from .losses import TINY
 from .settings import LossSettings, TrainSettings
 from .student import Student
-from .teacher import StateTeacher
+from .teacher import HiddenTeacher
 
 KEPT = 0.5  # of D-PACE: the least that a position passes on
 GAMMAS = ((8, 4.0), (10, 5.0), (16, 7.0))  # of decay, for blocks of up to so many slots
@@ -178,7 +178,7 @@ class BlockRecipe(GivenRecipe):
         self.config = config = student.head.config
         num_tokens = find_embedding(model)[1]
         ids = student.ids if len(student.ids) < num_tokens else None
-        self.teacher = StateTeacher(model, student.taps, ids)
+        self.teacher = HiddenTeacher(model, student.taps, ids)
         self.depth = config.longest_draft
         self.weights = mx.ones(1)
         self.drafter = student.drafter

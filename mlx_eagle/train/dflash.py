@@ -16,9 +16,9 @@ class DFlashRecipe(BlockRecipe):
     """A DFlash head, whose slots know nothing of each other's choices."""
 
     def compare(
-        self, states: mx.array, before: mx.array, labels: mx.array, final: mx.array
+        self, hidden: mx.array, before: mx.array, labels: mx.array, final: mx.array
     ) -> Arrays:
-        return [entropies(self.drafter.logits(states).astype(mx.float32), labels)]
+        return [entropies(self.drafter.logits(hidden).astype(mx.float32), labels)]
 
 
 def write_new(folder: Path, settings: TrainSettings, *target: Any) -> None:

@@ -53,7 +53,7 @@ class Eagle3Recipe(Recipe):
 
     losses = staticmethod(step_losses_of)
 
-    def states(self, tokens: mx.array, features: mx.array, first: int) -> Iterator[mx.array]:
+    def hidden(self, tokens: mx.array, features: mx.array, first: int) -> Iterator[mx.array]:
         """Yield the states (B, T - first, h) of each draft in a row, as decoding has them."""
         embeddings = self.student.embed(tokens)
         return unroll(self.student.head, embeddings, features, self.depth, first=first)
@@ -63,13 +63,13 @@ class Eagle3Recipe(Recipe):
         head = student.head
         features = self.teacher.features(tokens)
         drafts = []
-        for states in self.states(mx.array(tokens), features, begin):
-            picked = states.reshape(-1, states.shape[-1])[rows]
+        for hidden in self.hidden(mx.array(tokens), features, begin):
+            picked = hidden.reshape(-1, hidden.shape[-1])[rows]
             chosen = eval_in_chunks(
                 lambda x: mx.argmax(head.logits(x), axis=-1), picked, len(student.ids)
             )
             drafts.append(student.ids[chosen])
-            mx.eval(drafts[-1], states)
+            mx.eval(drafts[-1], hidden)
         return np.array(mx.stack(drafts))
 
     def files(

@@ -22,7 +22,7 @@ from .chunks import Arrays, computed_again
 from .given import Given
 from .settings import LossSettings, TrainSettings
 from .student import Student
-from .teacher import StateTeacher
+from .teacher import HiddenTeacher
 
 EXPERTS = "switch_mlp."  # of names in mlx-lm's layers, which hold all experts in a matrix
 FROZEN = (EXPERTS, FLOAT32, f"{ROUTER}.weight", "mixer.gate.weight")
@@ -66,7 +66,7 @@ class MTPRecipe(ChainRecipe):
                 "trained here: begin with another drafter."
             )
         taps = () if head.state_normed else (len(model.layers),)
-        super().__init__(settings, student, model, given, StateTeacher(model, taps))
+        super().__init__(settings, student, model, given, HiddenTeacher(model, taps))
         self.weights = self.weights / self.weights.sum()
         self._names = {}
         if given.published is not None:
@@ -107,8 +107,8 @@ class MTPRecipe(ChainRecipe):
     def output_parts(self) -> tuple[str, ...]:
         return () if self.student.head.state_normed else ("norm",)
 
-    def logits(self, head: Any, states: mx.array) -> mx.array:
-        return self._project(states if head.state_normed else head.norm(states))
+    def logits(self, head: Any, hidden: mx.array) -> mx.array:
+        return self._project(hidden if head.state_normed else head.norm(hidden))
 
     def steps(
         self,
@@ -121,7 +121,7 @@ class MTPRecipe(ChainRecipe):
     ) -> Iterator[mx.array]:
         alone = self.settings.mtp_attention == "step"
         start = 0 if alone else first
-        states = features[..., : self.width]
+        hidden = features[..., : self.width]
         past: list[Arrays] = []
         for step in range(self.depth):
             own = start if step else 0
@@ -129,13 +129,13 @@ class MTPRecipe(ChainRecipe):
             forward = partial(advance, head, first=own, step=step)
             before = [] if alone else past
             if settings.checkpoint:
-                states, *made = computed_again(head, (), forward, [known, states], before)
+                hidden, *made = computed_again(head, (), forward, [known, hidden], before)
             else:
-                states, *made = forward(known, states, before)
+                hidden, *made = forward(known, hidden, before)
             past.append(made)
             if step == 0:
-                states = states[:, start:]
-            yield states[:, first - start :]
+                hidden = hidden[:, start:]
+            yield hidden[:, first - start :]
 
     def published_names(self, checkpoint: DraftCheckpoint) -> Mapping[str, str]:
         return self._names
@@ -144,8 +144,8 @@ class MTPRecipe(ChainRecipe):
         """Swap the halves of a joining matrix that takes the state first."""
         if not (name.startswith(JOIN) and family_of(self.model).state_first):
             return change
-        embedding, state = mx.split(change, 2, axis=-1)
-        return mx.concatenate([state, embedding], axis=-1)
+        embedding, hidden = mx.split(change, 2, axis=-1)
+        return mx.concatenate([hidden, embedding], axis=-1)
 
 
 class _StepCache:
@@ -166,18 +166,18 @@ class _StepCache:
 def advance(
     head: Any,
     embeddings: mx.array,
-    states: mx.array,
+    hidden: mx.array,
     past: list[Arrays],
     first: int,
     step: int,
 ) -> Arrays:
-    """Run a step: states (B, R, h), then keys and values of each layer that attends.
+    """Run a step: hidden states (B, R, h), then keys and values of each layer that attends.
 
     The slots are those from ``first`` on, at positions that are ``step`` later. Each sees those
     up to itself among the first of ``past``, which has a slot for every token, and itself in the
     others; without ``past``, those up to itself in this step.
     """
-    x = head.join(embeddings, states)
+    x = head.join(embeddings, hidden)
     rows = x.shape[1]
     slots = mx.arange(first, first + rows)[:, None]
     own = slots == slots.T

@@ -198,11 +198,11 @@ class PEagleRecipe(eagle3.Eagle3Recipe):
         own: Any = head
         first = first_slot(given, embeddings.shape[1], 1)
         slots, weights = slots_at(given.rows, given.weights, embeddings.shape[1], 0, first)
-        states = [
+        hidden = [
             found.reshape(-1, found.shape[-1])
             for found in self._pass(own, given.tokens, features, given.chosen, settings, first)
         ]
-        states[0] = states[0][slots]
+        hidden[0] = hidden[0][slots]
         flat = [mx.arange(len(slots)), *(x.reshape(-1) for x in given.places)]
         places = mx.maximum(mx.concatenate(flat), 0)
 
@@ -212,7 +212,7 @@ class PEagleRecipe(eagle3.Eagle3Recipe):
             return [mixed_losses(settings.terms, logits, probs)]
 
         size = chunk_rows(given.probs.shape[-1])
-        joined = [mx.concatenate(states)]
+        joined = [mx.concatenate(hidden)]
         (found,) = with_weights(own, OUTPUT, compare, joined, size, again=False)
         parts = mx.split(found, np.cumsum([len(x) for x in flat])[:-1].tolist())
         counting = [weights, *(x >= 0 for x in flat[1:])]
@@ -235,7 +235,7 @@ class PEagleRecipe(eagle3.Eagle3Recipe):
             head, embeddings, features, masked, chosen, settings.checkpoint, first
         )
 
-    def states(self, tokens: mx.array, features: mx.array, first: int) -> Iterator[mx.array]:
+    def hidden(self, tokens: mx.array, features: mx.array, first: int) -> Iterator[mx.array]:
         size, length = tokens.shape
         all_slots = [mx.arange(first, length), *[mx.arange(length - first)] * self.depth]
         chosen = [mx.broadcast_to(x, (size, length - first)) for x in all_slots[: self.depth - 1]]

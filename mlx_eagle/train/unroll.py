@@ -38,17 +38,17 @@ def unroll(
     With ``checkpoint``, each step is computed again for its gradient, and nothing in between is
     kept.
     """
-    states = head.fuse(features)
+    hidden = head.fuse(features)
     past: list[Arrays] = []
     forward = _checkpointed if checkpoint else _advance
     for step in range(num_steps):
         known = embeddings[:, step + 1 :]
         padding = [(0, 0), (0, embeddings.shape[1] - known.shape[1]), (0, 0)]
-        states, *made = forward(head, mx.pad(known, padding), states, past, first)
+        hidden, *made = forward(head, mx.pad(known, padding), hidden, past, first)
         past.append(made)
         if step == 0:
             embeddings = embeddings[:, first:]
-        yield states
+        yield hidden
 
 
 def unroll_masked(
@@ -69,9 +69,9 @@ def unroll_masked(
     """
     forward = _checkpointed if checkpoint else _advance
     known = mx.pad(embeddings[:, 1:], [(0, 0), (0, 1), (0, 0)])
-    states, *made = forward(head, known, head.fuse(features), [], first)
+    hidden, *made = forward(head, known, head.fuse(features), [], first)
     past = [made]
-    yield states
+    yield hidden
     slots = mx.broadcast_to(mx.arange(embeddings.shape[1]), embeddings.shape[:2])
     state = head.masked(1)
     for rows in chosen:
@@ -81,19 +81,19 @@ def unroll_masked(
         past = [past[0], *later]
         shape = (*rows.shape, state.shape[-1])
         given = [mx.broadcast_to(x, shape) for x in (masked, state)]
-        states, *made = forward(head, *given, past, slots)
+        hidden, *made = forward(head, *given, past, slots)
         past.append(made)
-        yield states
+        yield hidden
 
 
 def _advance(
     head: Eagle3Head,
     embeddings: mx.array,
-    states: mx.array,
+    hidden: mx.array,
     past: list[Arrays],
     first: int | mx.array,
 ) -> Arrays:
-    """Compute the step after ``past``: states (B, R, h), then keys and values by layer.
+    """Compute the step after ``past``: hidden states (B, R, h), then keys and values by layer.
 
     Keys and values have shape (B, Hkv, R, D); ``past`` holds them for each earlier step. Step 0
     takes all slots. For those before ``first``, its last layer computes only keys and values.
@@ -102,9 +102,9 @@ def _advance(
     step = len(past)
     made: Arrays = []
     start = first if step else 0
-    embeddings, states = head.enter(embeddings, states)
+    embeddings, hidden = head.enter(embeddings, hidden)
     for i, layer in enumerate(head.layers):
-        x, residual = layer.enter(embeddings, states)
+        x, residual = layer.enter(embeddings, hidden)
         q, k, v = _project(layer.self_attn, x, start + step)
         made += [k, v]
         chains = [*past, made]
@@ -113,21 +113,21 @@ def _advance(
         is_last = i == len(head.layers) - 1
         skip = first if step == 0 and is_last and isinstance(first, int) else 0
         attended = _attend(layer, q, keys, values, start, skip)
-        states = layer.leave(residual[:, skip:], attended)
-    return [head.leave(states), *made]
+        hidden = layer.leave(residual[:, skip:], attended)
+    return [head.leave(hidden), *made]
 
 
 def _checkpointed(
     head: Eagle3Head,
     embeddings: mx.array,
-    states: mx.array,
+    hidden: mx.array,
     past: list[Arrays],
     first: int | mx.array,
 ) -> Arrays:
     """Compute what ``_advance`` does, but keep only its inputs and outputs for the gradient."""
     outside = (*OUTSIDE, "fc") if head.config.fc_input == "features" else OUTSIDE
     forward = partial(_advance, head, first=first)
-    return computed_again(head, outside, forward, [embeddings, states], past)
+    return computed_again(head, outside, forward, [embeddings, hidden], past)
 
 
 def _attend(
@@ -170,10 +170,10 @@ def _attend(
                 low = min(max(0, end - num + step - window + 1), end - 1)
         else:
             places = start[:, None, None, begin : begin + num, None]
-        hidden = _hidden(places, mx.arange(low, end), step, window).astype(q.dtype)
+        unseen = _hidden(places, mx.arange(low, end), step, window).astype(q.dtype)
         own_keys = own[:num_own]
         cut = [array[..., low:end, :] for array in shared]
-        return [_attended(q, own_keys, own[num_own:], cut, hidden)]
+        return [_attended(q, own_keys, own[num_own:], cut, unseen)]
 
     size = chunk_rows(q.size // (rows * width) * length)
     own = [q, *keys[1:], *values[1:]]
@@ -193,15 +193,15 @@ def _hidden(places: mx.array, slots: mx.array, step: int, window: int | None) ->
 
 
 def _attended(
-    q: mx.array, own_keys: Arrays, own_values: Arrays, shared: Arrays, hidden: mx.array
+    q: mx.array, own_keys: Arrays, own_values: Arrays, shared: Arrays, unseen: mx.array
 ) -> mx.array:
-    """Attend from q (B, Hkv, G, R, D) to what is not ``hidden`` (..., R, N) of step 0, and itself.
+    """Attend from q (B, Hkv, G, R, D) to what is not ``unseen`` (..., R, N) of step 0, and itself.
 
     ``shared`` are N keys and values (B, Hkv, 1, N, D) of step 0; ``own_keys`` and ``own_values``
     (B, Hkv, 1, R, D) are the slots' own of later steps.
     """
     keys, values = shared
-    scores = mx.addmm(hidden, q, keys.swapaxes(-1, -2))
+    scores = mx.addmm(unseen, q, keys.swapaxes(-1, -2))
     own = [(q * k).sum(axis=-1, keepdims=True) for k in own_keys]
     weights = softmax(mx.concatenate([scores, *own], axis=-1))
     # One split: the gradient of each separate slice would be as large as all of them.
