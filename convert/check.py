@@ -294,13 +294,13 @@ def unroll(
     end = first + num_slots
     window = head.config.sliding_window or end + DEPTHS
     cache = [KVCache() for _ in head.layers]
-    states = head(part.embed(tokens[1 : end + 1]), head.fuse(features[:end]), cache)
-    states = states[first:]
+    hidden = head(part.embed(tokens[1 : end + 1]), head.fuse(features[:end]), cache)
+    hidden = hidden[first:]
     slots = mx.arange(first, end)
     places = mx.arange(end)
     visible = places[None] <= slots[:, None]
     for depth in range(1, DEPTHS + 1):
-        logits = head.logits(states)
+        logits = head.logits(hidden)
         drafted = part.ids[mx.argmax(logits, axis=-1)]
         yield logits, drafted
         if depth == DEPTHS:
@@ -312,8 +312,8 @@ def unroll(
         fed = drafted
         if head.config.mask_token_id is not None:  # P-EAGLE: nothing is fed back
             fed = mx.full(num_slots, head.config.mask_token_id)
-            states = head.masked(num_slots)
-        states = head(part.embed(fed), states, cache, positions, mask)
+            hidden = head.masked(num_slots)
+        hidden = head(part.embed(fed), hidden, cache, positions, mask)
 
 
 def compare(

@@ -40,9 +40,9 @@ POSITIVE = number_above(1e-6, 1e9)
 WEIGHT = number_above(-1e6, 1e6)
 
 
-def _keys(kind: FieldType, names: str) -> Table:
+def _keys(each: FieldType, names: str) -> Table:
     """A table with one type for all of these names."""
-    return dict.fromkeys(names.split(), kind)
+    return dict.fromkeys(names.split(), each)
 
 
 SCALING: Table = {
@@ -144,9 +144,9 @@ def merge_settings(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> di
     """All keys of a config in one dictionary, nulls dropped; EAGLE's own keys win."""
     nested = config.get("transformer_layer_config") or {}
     # speculators builds a Qwen3Config where no model_type is written.
-    kind = nested.get("model_type", "qwen3") if nested else "llama"
+    model_type = nested.get("model_type", "qwen3") if nested else "llama"
     sections = (
-        CLASS_DEFAULTS.get(kind, CLASS_DEFAULTS["llama"]),
+        CLASS_DEFAULTS.get(model_type, CLASS_DEFAULTS["llama"]),
         defaults,
         nested,
         config,
@@ -301,10 +301,10 @@ def mask_token(settings: Mapping[str, Any], vocab_size: int, has_mask: bool) -> 
 
 def window_fields(settings: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
     """The width of sliding attention, None without it, and the layers that see everything."""
-    kinds = (settings.get("layer_types") or [])[:num_layers]
-    is_used = settings.get("use_sliding_window") is not False and "sliding_attention" in kinds
+    types = (settings.get("layer_types") or [])[:num_layers]
+    is_used = settings.get("use_sliding_window") is not False and "sliding_attention" in types
     size = settings.get("sliding_window") if is_used else None
-    full = [i for i, kind in enumerate(kinds) if size and kind != "sliding_attention"]
+    full = [i for i, each in enumerate(types) if size and each != "sliding_attention"]
     return {"sliding_window": size, "full_attention_layers": tuple(full)}
 
 
@@ -313,11 +313,11 @@ def softmax_scale(settings: Mapping[str, Any], latent: Mapping[str, Any] | None)
 
     Mistral's heads do without (apply_scale).
     """
-    kind, entry = _scaling(settings)
+    name, entry = _scaling(settings)
     weight = entry.get("mscale_all_dim") or 0
     factor = entry.get("factor") or 1
     is_left_out = entry.get("apply_yarn_scaling") is False
-    if latent is None or kind != "yarn" or not weight or factor <= 1 or is_left_out:
+    if latent is None or name != "yarn" or not weight or factor <= 1 or is_left_out:
         return None
     width = latent["qk_nope_head_dim"] + latent["qk_rope_head_dim"]
     return float((0.1 * weight * math.log(factor) + 1) ** 2 / math.sqrt(width))
@@ -336,17 +336,17 @@ def position_scale(settings: Mapping[str, Any]) -> dict[str, Any] | None:
 def _parameters(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """``rope_parameters``; if they are nested by layer type, the entry that trainers take."""
     rope = settings.get("rope_parameters") or {}
-    for kind in ("sliding_attention", "full_attention"):
-        if isinstance(rope.get(kind), Mapping):
-            return rope[kind]
+    for layer_type in ("sliding_attention", "full_attention"):
+        if isinstance(rope.get(layer_type), Mapping):
+            return rope[layer_type]
     return rope
 
 
 def _scaling(settings: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     """The type of a rope's scaling, and the entry that says it; "default" and {} without one."""
     entry = settings.get("rope_scaling") or _parameters(settings)
-    kind = entry.get("rope_type") or entry.get("type") or "default"
-    return "yarn" if kind == "deepseek_yarn" else kind, entry
+    name = entry.get("rope_type") or entry.get("type") or "default"
+    return "yarn" if name == "deepseek_yarn" else name, entry
 
 
 def _explicit(factors: Sequence[float], max_positions: int, scale: float = 1.0) -> dict[str, Any]:
@@ -363,9 +363,9 @@ def _explicit(factors: Sequence[float], max_positions: int, scale: float = 1.0) 
     }
 
 
-def _known(kind: str, entry: Mapping[str, Any]) -> dict[str, Any]:
-    values = {key: entry[key] for key in ROPE_KEYS[kind].split() if entry.get(key) is not None}
-    return {"type": kind, **values}
+def _known(name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
+    values = {key: entry[key] for key in ROPE_KEYS[name].split() if entry.get(key) is not None}
+    return {"type": name, **values}
 
 
 def _yarn(entry: Mapping[str, Any], theta: float, dims: int, max_positions: int) -> dict[str, Any]:
@@ -434,16 +434,16 @@ def _stored_factors(factors: Tensor, dims: int, max_positions: int) -> dict[str,
     return _explicit(values.tolist(), max_positions)
 
 
-def _simple(kind: str, entry: Mapping[str, Any]) -> dict[str, Any]:
+def _simple(name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
     """Scaling that mlx-lm takes as the config writes it."""
-    if kind not in ROPE_KEYS:
+    if name not in ROPE_KEYS:
         raise ValueError(
-            f"the head's rope is of type {shown(kind)}; only default, mrope, proportional, "
+            f"the head's rope is of type {shown(name)}; only default, mrope, proportional, "
             f"longrope, {', '.join(ROPE_KEYS)} convert"
         )
     if entry.get("factor") is None:
-        raise ValueError(f"the head's rope is {kind} without a factor; add one to its config")
-    return _known(kind, entry)
+        raise ValueError(f"the head's rope is {name} without a factor; add one to its config")
+    return _known(name, entry)
 
 
 def read_rope(
@@ -460,11 +460,11 @@ def read_rope(
     does not have, and for numbers that make no rope.
     """
     own = _parameters(settings)
-    kind, entry = _scaling(settings)
+    name, entry = _scaling(settings)
     if theta is None:
         theta = own.get("rope_theta") or settings.get("rope_theta") or DEFAULT_THETA
     partial = own.get("partial_rotary_factor") or settings.get("partial_rotary_factor") or 1.0
-    turned = 1.0 if kind == "proportional" else partial
+    turned = 1.0 if name == "proportional" else partial
     dims = settings.get("rotary_dim") or int(head_dim * turned)
     if not BASE.holds(theta):
         raise ValueError(f"the base of the head's rope is {shown(theta)}, expected {BASE.words}")
@@ -476,22 +476,22 @@ def read_rope(
     scaling: dict[str, Any] | None = None
     try:
         if factors is not None:
-            kind = "factors"
+            name = "factors"
             scaling = _stored_factors(factors, dims, max_positions)
-        elif kind == "yarn":
+        elif name == "yarn":
             scaling = _yarn(entry, float(theta), dims, max_positions)
-        elif kind == "longrope":
+        elif name == "longrope":
             scaling = _longrope(entry, dims, max_positions)
-        elif kind == "proportional":  # as if all channels turned, but the slow ones stand still
+        elif name == "proportional":  # as if all channels turned, but the slow ones stand still
             factor = float(entry.get("factor") or 1)
-            scaling = {"type": kind, "partial_rotary_factor": float(partial), "factor": factor}
-        elif kind in PLAIN:
-            kind = "default"
+            scaling = {"type": name, "partial_rotary_factor": float(partial), "factor": factor}
+        elif name in PLAIN:
+            name = "default"
         else:
-            scaling = _simple(kind, entry)
+            scaling = _simple(name, entry)
     except ArithmeticError as err:
         raise ValueError(f"the head's rope cannot be as its config says ({err})") from err
-    resolved = {"type": kind, "theta": float(theta), "dims": dims, "scaling": scaling}
+    resolved = {"type": name, "theta": float(theta), "dims": dims, "scaling": scaling}
     if not is_latent or not settings.get("rope_interleave", True):
         return resolved
     if (scaling or {}).get("type") == "longrope":

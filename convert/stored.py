@@ -105,15 +105,15 @@ class Stored(Tensor):
                 f"a tensor is stored as {self.format}, which this converter does not read "
                 f"(it reads {', '.join(FORMATS)}); save the checkpoint in bfloat16 first"
             )
-        kind = np.dtype(FORMATS[self.format])
+        dtype = np.dtype(FORMATS[self.format])
         if not self.size:
-            return np.zeros(self.shape, kind)
+            return np.zeros(self.shape, dtype)
         if self.strides is None:
-            return self.data[: self.size * kind.itemsize].view(kind).reshape(self.shape)
-        flat = self.data[: len(self.data) // kind.itemsize * kind.itemsize].view(kind)
+            return self.data[: self.size * dtype.itemsize].view(dtype).reshape(self.shape)
+        flat = self.data[: len(self.data) // dtype.itemsize * dtype.itemsize].view(dtype)
         # The stride of a single row is never used, and may be any number.
         steps = [
-            s * kind.itemsize if n > 1 else 0
+            s * dtype.itemsize if n > 1 else 0
             for n, s in zip(self.shape, self.strides, strict=True)
         ]
         return np.lib.stride_tricks.as_strided(flat, self.shape, steps, writeable=False)

@@ -141,11 +141,11 @@ class Unpickler:
         del self._stack[start:]
         return values
 
-    def _top(self, kind: type) -> Any:
+    def _top(self, expected: type) -> Any:
         """The topmost value, which must be a list or a dictionary to add to."""
         value = self._pop()
-        if type(value) is not kind:
-            raise RefusedPickle(f"it adds to what is no {kind.__name__}")
+        if type(value) is not expected:
+            raise RefusedPickle(f"it adds to what is no {expected.__name__}")
         self._push(value)
         return value
 
@@ -180,15 +180,15 @@ class Unpickler:
     def _tuple_of(self, count: int) -> None:
         self._tuple([self._pop() for _ in range(count)][::-1])
 
-    def _remember(self, place: int) -> None:
+    def _remember(self, index: int) -> None:
         value = self._pop()
         self._push(value)
-        self._memo[place] = value
+        self._memo[index] = value
 
-    def _recall(self, place: int) -> None:
-        if place not in self._memo:
+    def _recall(self, index: int) -> None:
+        if index not in self._memo:
             raise RefusedPickle("it refers to a value that is not there")
-        self._push(self._memo[place])
+        self._push(self._memo[index])
 
     def _append(self, values: list[Any]) -> None:
         self._top(list).extend(values)

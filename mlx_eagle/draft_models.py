@@ -91,8 +91,8 @@ def open_named(
     name, has_plus = split_name(name)
     if target is None and tokenizer is not None:
         target = tokenizer.name_or_path
-    place = None if target is None else str(target)
-    options = LoadOptions(quantize_bits, tokenizer=tokenizer, target=place)
+    target_name = None if target is None else str(target)
+    options = LoadOptions(quantize_bits, tokenizer=tokenizer, target=target_name)
     copies = has_plus or (copies and name == AUTO)
     if name == AUTO:
         name, drafter = _open_known(model, options, draft_window, draft_vocab, copies)
@@ -196,17 +196,17 @@ def known_pairs(target: str) -> Iterator[Pair]:
 
 def _rows(target: str) -> list[Pair]:
     """The rows of a target, or of what its card says that it was converted from."""
-    place = snapshot_of(target)[0]
+    target_name = snapshot_of(target)[0]
     for _ in range(MOST_STEPS + 1):
-        if rows := pairs_for(place):
+        if rows := pairs_for(target_name):
             return rows
         try:
-            base, is_same = made_from(place)
+            base, is_same = made_from(target_name)
         except USER_ERRORS:  # opening the target says why
             break
-        if base is None or not is_same or not is_named_after(place, base):
+        if base is None or not is_same or not is_named_after(target_name, base):
             break
-        place = base
+        target_name = base
     return []
 
 
@@ -320,8 +320,8 @@ def _open_checkpoint(
         return load_drafter(converted(path, name, packing, target), model)
     except CannotWrite as err:
         print(f"warning: the converted head is not kept: {err}", file=sys.stderr)
-    with TemporaryDirectory() as place:
-        return load_drafter(_convert(path, name, Path(place) / "head", packing, target), model)
+    with TemporaryDirectory() as folder:
+        return load_drafter(_convert(path, name, Path(folder) / "head", packing, target), model)
 
 
 def cached_folder(path: Path, packing: Quantization | None, target: TargetSizes) -> Path:

@@ -52,18 +52,18 @@ class EagleHead:
         self.to_target = drafter.to_target  # tokens by draft id, (Vd,); None: they are the same
 
     def fuse(self, features: mx.array) -> mx.array:
-        """Make states (m, h) of features (m, F)."""
+        """Make hidden states (m, h) of features (m, F)."""
         return self.weights.fc(features)
 
-    def __call__(self, tokens: list[int], states: mx.array, cache: KVCache) -> mx.array:
+    def __call__(self, tokens: list[int], hidden: mx.array, cache: KVCache) -> mx.array:
         """Append m slots to the cache: tokens (m,) and states (m, h) -> estimates (m, h)."""
         layer = self.weights.layers[0]
         embeddings = layer.input_layernorm(self.embed(mx.array(tokens)))
-        x = mx.concatenate([embeddings, layer.hidden_norm(states)], axis=-1)
-        states = states + self.attend(x, cache)
-        x = layer.post_attention_layernorm(states)
+        x = mx.concatenate([embeddings, layer.hidden_norm(hidden)], axis=-1)
+        hidden = hidden + self.attend(x, cache)
+        x = layer.post_attention_layernorm(hidden)
         gate, up = mx.split(layer.mlp.gate_up_proj(x), 2, axis=-1)
-        return states + layer.mlp.down_proj(nn.silu(gate) * up)
+        return hidden + layer.mlp.down_proj(nn.silu(gate) * up)
 
     def attend(self, x: mx.array, cache: KVCache) -> mx.array:
         """Attend from m new slots to themselves and all earlier ones, (m, 2h) -> (m, h)."""
@@ -166,8 +166,8 @@ def eagle_draft_forward(
     draft_head_weight (d, d), draft_head_bias (d,), lm_head_weight (V, d). Raises ValueError
     where one does not fit.
     """
-    state = _array("hidden_state", hidden_state, (None,))
-    size = state.shape[0]
+    hidden = _array("hidden_state", hidden_state, (None,))
+    size = hidden.shape[0]
     embed = _array("embed_matrix", embed_matrix, (None, size))
     fuse = _array("fc_fuse_weight", fc_fuse_weight, (size, 2 * size))
     fuse_bias = _array("fc_fuse_bias", fc_fuse_bias, (size,))
@@ -182,9 +182,9 @@ def eagle_draft_forward(
 
     drafted = []
     for _ in range(num_draft_tokens):
-        fused = nn.relu(fuse @ mx.concatenate([state, embed[token]]) + fuse_bias)
-        state = nn.relu(head @ fused + head_bias)
-        token = int(mx.argmax(lm_head @ state))
+        fused = nn.relu(fuse @ mx.concatenate([hidden, embed[token]]) + fuse_bias)
+        hidden = nn.relu(head @ fused + head_bias)
+        token = int(mx.argmax(lm_head @ hidden))
         drafted.append(token)
     return drafted
 

@@ -61,7 +61,7 @@ class Phase(Enum):
 
     OPEN = "its thoughts may begin here, or what the grammar allows"
     THOUGHTS = "free text, which may not end here"
-    HELD = "what the grammar allows"
+    BOUND = "what the grammar allows"
     ENDED = "nothing any more"
 
 
@@ -213,12 +213,12 @@ class _Vocabulary:
     def phase_behind(self, prompt: list[int]) -> Phase:
         """The phase in which a text behind ``prompt`` begins."""
         if not self.thinks:
-            return Phase.HELD
+            return Phase.BOUND
         begun = _last(prompt, self.start)
         ended = _last(prompt, self.end)
         if begun > ended:
             return Phase.THOUGHTS
-        return Phase.HELD if ended >= len(prompt) - CLOSED - len(self.end) >= 0 else Phase.OPEN
+        return Phase.BOUND if ended >= len(prompt) - CLOSED - len(self.end) >= 0 else Phase.OPEN
 
 
 _vocabularies: "WeakKeyDictionary[Any, _Vocabulary]" = WeakKeyDictionary()
@@ -245,7 +245,7 @@ class _Text:
         self._matcher = matcher
         self._before = before
         self._num_said = num_said
-        self._phase = Phase.HELD
+        self._phase = Phase.BOUND
         self._is_suspect = False  # its masks are made, and timed, alone
         self._slow_seconds = 0.0
 
@@ -283,11 +283,11 @@ class _Text:
 
     def forced(self, most: int) -> list[int]:
         """Up to ``most`` tokens that must come next; they may include the end of the text."""
-        if self._phase is not Phase.HELD or most < 1:
+        if self._phase is not Phase.BOUND or most < 1:
             return []
         begun = time.perf_counter()
         tokens = self._matcher.compute_ff_tokens()[:most]
-        self._charge(time.perf_counter() - begun, 1, is_alone=True)
+        self._charge(time.perf_counter() - begun, 1, is_single=True)
         self._check()
         if len(tokens) < most:
             num = self._matcher.try_consume_tokens(tokens)
@@ -311,7 +311,7 @@ class _Text:
         for text, each, num in zip(texts, asked, num_rows, strict=True):
             own = bits[first : first + num]
             made.append(own)
-            has_chain = each.parents is None and each.drafts and text._phase is Phase.HELD
+            has_chain = each.parents is None and each.drafts and text._phase is Phase.BOUND
             if has_chain and text._vocabulary.num_words == width:
                 # Behind a token that the tokenizer does not know no row is ever kept.
                 size = text._vocabulary.tokens.vocab_size
@@ -320,8 +320,8 @@ class _Text:
             else:
                 text._walk(own, each)
             first += num
-        alone = [[chain] for chain in chains if chain[0]._is_suspect]
-        for group in [[chain for chain in chains if not chain[0]._is_suspect], *alone]:
+        singles = [[chain] for chain in chains if chain[0]._is_suspect]
+        for group in [[chain for chain in chains if not chain[0]._is_suspect], *singles]:
             if not group:
                 continue
             begun = time.perf_counter()
@@ -331,12 +331,12 @@ class _Text:
             )
             seconds = (time.perf_counter() - begun) / sum(1 + len(each[2]) for each in group)
             for text, _, drafts in group:
-                text._charge(seconds, 1 + len(drafts), is_alone=len(group) == 1)
+                text._charge(seconds, 1 + len(drafts), is_single=len(group) == 1)
         for text in texts:
             text._check()
         return made
 
-    def _charge(self, seconds: float, num_rows: int, is_alone: bool) -> None:
+    def _charge(self, seconds: float, num_rows: int, is_single: bool) -> None:
         """Note the time of a row's mask, or of what is forced; GrammarError ends a slow text.
 
         Of several texts nobody knows whose took long: each is timed alone from then on.
@@ -344,7 +344,7 @@ class _Text:
         self._is_suspect = seconds > SLOW_MASK
         if not self._is_suspect:
             self._slow_seconds = 0.0
-        elif is_alone:
+        elif is_single:
             self._slow_seconds += (seconds - SLOW_MASK) * num_rows
         if self._slow_seconds > MOST_SLOW:
             raise GrammarError(f"the text cannot be held to its grammar: {TOO_SLOW}.")
@@ -381,7 +381,7 @@ class _Text:
             row[:] = 0
             begun = time.perf_counter()
             self._matcher.unsafe_compute_mask_ptr(own.ctypes.data, own.nbytes)
-            self._charge(time.perf_counter() - begun, 1, is_alone=True)
+            self._charge(time.perf_counter() - begun, 1, is_single=True)
         if phase is Phase.OPEN:
             start = vocabulary.start[0]
             own[start // 32] |= np.uint32(1 << start % 32)
@@ -390,15 +390,15 @@ class _Text:
         vocabulary = self._vocabulary
         if phase is Phase.THOUGHTS:
             size = len(vocabulary.end)
-            return Phase.HELD if [*recent, token][-size:] == vocabulary.end else phase
+            return Phase.BOUND if [*recent, token][-size:] == vocabulary.end else phase
         if phase is Phase.OPEN and token == vocabulary.start[0]:
             return Phase.THOUGHTS
-        return Phase.ENDED if token in vocabulary.ends or phase is Phase.ENDED else Phase.HELD
+        return Phase.ENDED if token in vocabulary.ends or phase is Phase.ENDED else Phase.BOUND
 
     @staticmethod
     def _is_consumed(before: Phase, after: Phase) -> bool:
         """Whether the token between the two is the grammar's."""
-        return after is Phase.HELD and before is not Phase.THOUGHTS
+        return after is Phase.BOUND and before is not Phase.THOUGHTS
 
     def _check(self) -> None:
         if error := self._matcher.get_error():
@@ -462,8 +462,8 @@ def _executor() -> "LLExecutor":
 
 def _last(tokens: Sequence[int], mark: list[int]) -> int:
     """The last index at which ``mark`` begins in ``tokens``; -1 where it is not there."""
-    places = range(len(tokens) - len(mark), -1, -1)
-    return next((i for i in places if list(tokens[i : i + len(mark)]) == mark), -1)
+    starts = range(len(tokens) - len(mark), -1, -1)
+    return next((i for i in starts if list(tokens[i : i + len(mark)]) == mark), -1)
 
 
 def _sentence(error: str) -> str:

@@ -41,7 +41,7 @@ class BatchVerification:
 class GreedyRows:
     """One round of requests without a sampler, judged in the same operations.
 
-    ``pick`` and ``alone`` are as in ``batch_drafter.Picks``, for the requests of this group.
+    ``pick`` and ``of_request`` are as in ``batch_drafter.Picks``, for the requests of this group.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class GreedyRows:
     def pick(self, logits: mx.array, ids: mx.array | None) -> mx.array:
         return mx.argmax(logits, axis=-1)
 
-    def alone(self, index: int) -> Pick:
+    def of_request(self, index: int) -> Pick:
         choice = self._rules[index].open(self._positions[index], self._size)
         return ForcedPicks(choice, self._forced[index]).pick
 
@@ -135,9 +135,9 @@ class RowByRow:
 
     def pick(self, logits: mx.array, ids: mx.array | None) -> mx.array:
         rows = range(len(self._choices))
-        return mx.concatenate([self.alone(b)(logits[b : b + 1], ids) for b in rows])
+        return mx.concatenate([self.of_request(b)(logits[b : b + 1], ids) for b in rows])
 
-    def alone(self, index: int) -> Pick:
+    def of_request(self, index: int) -> Pick:
         def pick(logits: mx.array, ids: mx.array | None) -> mx.array:
             self._room[index] -= 1
             if self._room[index] < 0:
@@ -163,8 +163,8 @@ class RowByRow:
 class RuleGroup:
     """Requests that are judged alike: their places in the batch, and their rules."""
 
-    kind: object
-    places: list[int] = field(default_factory=list)
+    judged_by: object
+    members: list[int] = field(default_factory=list)
     rules: list[Rule] = field(default_factory=list)
     keys: mx.array | None = None  # (n, 2) of their noise
 
@@ -172,12 +172,12 @@ class RuleGroup:
         self, positions: Sequence[int], room: Sequence[int], forced: Sequence[Sequence[int]]
     ) -> GreedyRows | RowByRow:
         """A round whose first tokens have these positions in each request of the batch."""
-        own = [positions[b] for b in self.places]
-        own_forced = [forced[b] for b in self.places]
-        if self.kind is RowByRow:
-            return RowByRow(self.rules, own, [room[b] for b in self.places], own_forced)
+        own = [positions[b] for b in self.members]
+        own_forced = [forced[b] for b in self.members]
+        if self.judged_by is RowByRow:
+            return RowByRow(self.rules, own, [room[b] for b in self.members], own_forced)
         size = max(*room, *map(len, forced))
-        if self.kind is GreedyRows:
+        if self.judged_by is GreedyRows:
             return GreedyRows(self.rules, own, size, own_forced)
         rules = [rule for rule in self.rules if isinstance(rule, Coupled)]
         if self.keys is None:
@@ -185,7 +185,7 @@ class RuleGroup:
         return CoupledRows(rules, self.keys, own, size, own_forced)
 
 
-def _kind(rule: Rule) -> object:
+def _judged_by(rule: Rule) -> object:
     """A key that is equal for rules that can be judged together."""
     if isinstance(rule, Match) and rule.sampler is None:
         return GreedyRows
@@ -199,14 +199,14 @@ class BatchRule:
 
     def __init__(self, rules: Sequence[Rule]):
         groups: dict[object, RuleGroup] = {}
-        for place, rule in enumerate(rules):
-            kind = _kind(rule)
-            group = groups.setdefault(kind, RuleGroup(kind))
-            group.places.append(place)
+        for b, rule in enumerate(rules):
+            judged_by = _judged_by(rule)
+            group = groups.setdefault(judged_by, RuleGroup(judged_by))
+            group.members.append(b)
             group.rules.append(rule)
         self._groups = list(groups.values())
-        side_by_side = [place for group in self._groups for place in group.places]
-        self._order = [side_by_side.index(place) for place in range(len(side_by_side))]
+        side_by_side = [b for group in self._groups for b in group.members]
+        self._order = [side_by_side.index(b) for b in range(len(side_by_side))]
 
     def open(
         self, positions: Sequence[int], room: Sequence[int], forced: Sequence[Sequence[int]]
@@ -215,8 +215,8 @@ class BatchRule:
 
         Its first ones are ``forced[b]``.
         """
-        parts = [(each.places, each.open(positions, room, forced)) for each in self._groups]
-        return BatchChoice(parts, self._order, forced)
+        choices = [(each.members, each.open(positions, room, forced)) for each in self._groups]
+        return BatchChoice(choices, self._order, forced)
 
 
 class BatchChoice:
@@ -224,20 +224,22 @@ class BatchChoice:
 
     def __init__(
         self,
-        parts: list[tuple[list[int], GreedyRows | RowByRow]],
+        choices: list[tuple[list[int], GreedyRows | RowByRow]],
         order: list[int],
         forced: Sequence[Sequence[int]],
     ):
-        self._parts = parts  # which requests each is of
+        self._choices = choices  # which requests each is of
         self._order = order  # where each request is once those of all parts stand side by side
         self._forced = forced
         self._num_picked = 0
 
     def pick(self, logits: mx.array, ids: mx.array | None) -> mx.array:
-        if len(self._parts) == 1:
-            picked = self._parts[0][1].pick(logits, ids)
+        if len(self._choices) == 1:
+            picked = self._choices[0][1].pick(logits, ids)
         else:
-            each = [part.pick(logits[mx.array(places)], ids) for places, part in self._parts]
+            each = [
+                choice.pick(logits[mx.array(members)], ids) for members, choice in self._choices
+            ]
             picked = mx.concatenate(each)[mx.array(self._order)]
         at = self._num_picked
         self._num_picked += 1
@@ -247,20 +249,20 @@ class BatchChoice:
         tokens = mx.array([tokens[at] if len(tokens) > at else 0 for tokens in self._forced])
         return mx.where(mx.array(is_forced), index_in(ids, tokens), picked)
 
-    def alone(self, index: int) -> Pick:
-        places, part = next(each for each in self._parts if index in each[0])
-        return part.alone(places.index(index))
+    def of_request(self, index: int) -> Pick:
+        members, choice = next(each for each in self._choices if index in each[0])
+        return choice.of_request(members.index(index))
 
     def verify(
         self, drafts: mx.array, lengths: Sequence[int], logits: mx.array
     ) -> BatchVerification:
         """Verify drafts (B, k), of which ``lengths[b]`` tokens count, against (B, k + 1, V)."""
-        if len(self._parts) == 1:
-            return self._parts[0][1].verify(drafts, lengths, logits)
+        if len(self._choices) == 1:
+            return self._choices[0][1].verify(drafts, lengths, logits)
         made = []
-        for places, part in self._parts:
-            index = mx.array(places)
-            made.append(part.verify(drafts[index], [lengths[b] for b in places], logits[index]))
+        for members, choice in self._choices:
+            index = mx.array(members)
+            made.append(choice.verify(drafts[index], [lengths[b] for b in members], logits[index]))
         following = mx.concatenate([verification.following for verification in made])
         kept = mx.concatenate([verification.num_kept for verification in made])
         return BatchVerification(following, kept).of(mx.array(self._order))

@@ -58,7 +58,7 @@ class OwnRunner:
         """One round."""
         return self._emitted(next(self._rounds))
 
-    def part(self) -> list[RoundOutput]:
+    def dissolve(self) -> list[RoundOutput]:
         """Finish what is under way; if the request has not ended, others may decode it then."""
         done = self._take_upcoming()
         made = [] if done is None else self._emitted(done)
@@ -137,7 +137,7 @@ class SharedRunner:
         """One round."""
         return self._emitted(self._batch.round())
 
-    def part(self) -> list[RoundOutput]:
+    def dissolve(self) -> list[RoundOutput]:
         """Finish what is under way; others may decode those that have not ended then."""
         return self._emitted(self._batch.dissolve())
 
@@ -232,7 +232,7 @@ class Group:
         running = [request for request in self._running if not request.ended]
         num = len(running) + len(self._joining)
         if self._runner is not None and (num == 0 or self._runner.is_shared != self._shares(num)):
-            made = self._runner.part()
+            made = self._runner.dissolve()
             self._runner = None
             self._give_back()
             self._joining = [*self._running, *self._joining]

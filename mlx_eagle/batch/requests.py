@@ -231,7 +231,7 @@ class SharedRound:
 
     def of(self, index: list[int]) -> "SharedRound":
         """Select some of the requests, before the round is read."""
-        places = mx.array(index)
+        chosen = mx.array(index)
         return replace(
             self,
             requests=[self.requests[b] for b in index],
@@ -240,9 +240,9 @@ class SharedRound:
             num_drafted=[self.num_drafted[b] for b in index],
             num_forced=[self.num_forced[b] for b in index],
             is_copied=[self.is_copied[b] for b in index],
-            verification=self.verification.of(places),
-            features=None if self.features is None else self.features[places],
-            asked=None if self.asked is None else self.asked.of_texts(places),
+            verification=self.verification.of(chosen),
+            features=None if self.features is None else self.features[chosen],
+            asked=None if self.asked is None else self.asked.of_texts(chosen),
         )
 
     @property

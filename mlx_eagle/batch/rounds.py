@@ -93,7 +93,7 @@ class Batch:
         with mx.stream(stream):
             self._target = Target(model, draft_model.taps, fused_rows)
         if options is not None:
-            self._target.parts.use(options.splits_attention, options.forces_fused)
+            self._target.attention.use(options.splits_attention, options.forces_fused)
         self._rule = BatchRule([])
         self._roots = mx.zeros((0, 1), mx.int32)
         self._pending = PendingPairs()
@@ -435,11 +435,11 @@ class Batch:
         decoders = [request.decoder for request in self.requests]
         if not any(map(len, (decoder.processors for decoder in decoders))):
             return choice.verify(drafts, num_drafted, logits), logits
-        held = [b for b, decoder in enumerate(decoders) if decoder.processors.grammars]
-        if held:
+        bound = [b for b, decoder in enumerate(decoders) if decoder.processors.grammars]
+        if bound:
             mx.async_eval(logits)  # the device goes on with the pass while drafts are read
             ids: Any = drafts.tolist()
-            ask_grammars([(decoders[b].processors, ids[b], None) for b in held], logits.shape[-1])
+            ask_grammars([(decoders[b].processors, ids[b], None) for b in bound], logits.shape[-1])
         rows = list(logits)
         in_turn = {}
         for b, decoder in enumerate(decoders):

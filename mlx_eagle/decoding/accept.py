@@ -91,8 +91,8 @@ class AskedLogprobs:
         self, length: int, num_top: int | None = None, text: int | None = None
     ) -> list[TokenLogprobs]:
         """Log-probabilities of the first ``length`` tokens, of one ``text`` of several."""
-        parts = self._on_host if text is None else [part[text] for part in self._on_host]
-        own, ids, top = (part[:length] for part in parts)
+        arrays = self._on_host if text is None else [array[text] for array in self._on_host]
+        own, ids, top = (array[:length] for array in arrays)
         rows = zip(own, ids, top, strict=True)
         return [(value, _likeliest_first(*others)[:num_top]) for value, *others in rows]
 
@@ -138,8 +138,8 @@ class Verification:
         asked = [] if self.asked is None else self.asked.arrays
         if self.following.size == 1:
             return [self.following, *asked]
-        parts = (self.following, self.num_kept, self.rows)
-        return [*(part for part in parts if part is not None), *asked]
+        arrays = (self.following, self.num_kept, self.rows)
+        return [*(array for array in arrays if array is not None), *asked]
 
     def read(self) -> Outcome:
         """Wait for the device."""

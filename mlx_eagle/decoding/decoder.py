@@ -239,7 +239,7 @@ class Decoder:
     def use(self, options: KernelOptions) -> None:
         """Compute rounds by these options from now on."""
         self.options = options
-        self.target.parts.use(options.splits_attention, options.forces_fused)
+        self.target.attention.use(options.splits_attention, options.forces_fused)
         self.drafter.use_overlay(options.uses_overlay)
 
     def prefill(

@@ -269,9 +269,9 @@ class SingleRunner:
 
     def can_run_ahead(self, done: Round) -> bool:
         """See ``Runner``; not with a grammar: what it forces next follows from the token."""
-        is_held = bool(self.decoder.processors.grammars)
+        has_grammar = bool(self.decoder.processors.grammars)
         room = self.limits.has_room_after(done.position + 1)
-        return done.num_drafted == 0 and room and not is_held
+        return done.num_drafted == 0 and room and not has_grammar
 
     def can_launch_before_read(self, plan: DraftPlan) -> bool:
         """True for any shape: drafts and copies may follow a token only the device knows."""

@@ -133,7 +133,7 @@ class LogitsProcessors:
             for allowed in self.allowed:
                 logits = mx.where(allowed, logits, -mx.inf)
             return logits
-        if draft.parents is not None and not draft.form:
+        if draft.parents is not None and not draft.static_parents:
             mx.async_eval(logits)
         self._take_back(self._num_called)  # of a pass that nothing came of
         parents = draft.known_parents()

@@ -85,7 +85,7 @@ class RoundCosts:
         self._mean = np.zeros(1)
         self._cov = np.diag([100.0])
         self._prior = np.zeros((1, 1))
-        self._places: dict[tuple[int, DraftShape], int] = {}
+        self._columns: dict[tuple[int, DraftShape], int] = {}
         self._points = np.zeros((0, 7))  # where each key stands: see ``_point``
         self._latest = 0  # place of the key timed last
         self._noise = NOISE**2  # variance of times
@@ -93,7 +93,7 @@ class RoundCosts:
     def record(self, num_requests: int, shape: DraftShape, seconds: float | None) -> None:
         """Record a finished round or plain step; ``seconds`` is None where that is unknown."""
         with self._lock:
-            at = self._place(num_requests, shape)
+            at = self._column(num_requests, shape)
             is_less = self._cov.diagonal() < self._prior.diagonal()  # no less known than at first
             self._cov += DRIFT * self._prior * np.outer(is_less, is_less)
             self._cov[0, 0] += PACE**2
@@ -124,7 +124,7 @@ class RoundCosts:
         keys = PLAIN, *shapes
         seconds = np.array([self._curve(s, num) for s in keys])
         with self._lock:
-            at = [self._place(num, shape) for shape in keys]
+            at = [self._column(num, shape) for shape in keys]
             last = self._latest
             seconds *= np.exp(self._mean[0] + self._mean[at])
             variance = self._cov.diagonal()[at]
@@ -133,10 +133,10 @@ class RoundCosts:
         errors = np.sqrt(np.maximum(0.0, variance))
         return dict(zip(keys, map(Estimate, seconds.tolist(), errors.tolist()), strict=True))
 
-    def _place(self, num: int, shape: DraftShape) -> int:
+    def _column(self, num: int, shape: DraftShape) -> int:
         """Index of a key's numbers; a new key begins with what the others say of it."""
         key = num, shape
-        if key not in self._places:
+        if key not in self._columns:
             self._points = np.vstack([self._points, self._point(num, shape)])
             apart = ((self._points - self._points[-1])[:, :-2] ** 2).sum(axis=1)
             shared_causes = self._points[:, -2:] @ self._points[-1, -2:]
@@ -149,8 +149,8 @@ class RoundCosts:
             self._mean = np.append(self._mean, weights @ self._mean)
             self._cov = np.block([[self._cov, shared[:, None]], [shared, variance]])
             self._prior = np.block([[self._prior, alike[:, None]], [alike, own]])
-            self._places[key] = len(self._places) + 1
-        return self._places[key]
+            self._columns[key] = len(self._columns) + 1
+        return self._columns[key]
 
     def _point(self, num: int, shape: DraftShape) -> tuple[float, ...]:
         """Coordinates of a round among others, in rows, and deviations of what it shares."""

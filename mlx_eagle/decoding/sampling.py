@@ -104,25 +104,25 @@ class Sampling:
         in_use = {"top_p": 0 < self.top_p < 1, "min_p": self.min_p != 0, "top_k": self.top_k > 0}
         return " ".join(name for name, is_used in in_use.items() if is_used) or "without filters"
 
-    def noise(self, position: int, size: int, kind: int = 0) -> mx.array:
-        """Gumbel noise (size,) of a generated position; ``kind``, 0 to 3, separates uses."""
-        return mx.random.gumbel((size,), key=self.key(position, kind))
+    def noise(self, position: int, size: int, purpose: int = 0) -> mx.array:
+        """Gumbel noise (size,) of a generated position; ``purpose``, 0 to 3, separates uses."""
+        return mx.random.gumbel((size,), key=self.key(position, purpose))
 
-    def noises(self, position: int, num: int, size: int, kind: int = 0) -> mx.array:
+    def noises(self, position: int, num: int, size: int, purpose: int = 0) -> mx.array:
         """``noise`` (num, size) of that position and those after it, in one go."""
         if num == 1:
-            return self.noise(position, size, kind)[None]
-        keys = self.keys(position, num, kind)
+            return self.noise(position, size, purpose)[None]
+        keys = self.keys(position, num, purpose)
         return mx.vmap(lambda key: mx.random.gumbel((size,), key=key))(keys)
 
-    def keys(self, position: int, num: int, kind: int = 0) -> mx.array:
+    def keys(self, position: int, num: int, purpose: int = 0) -> mx.array:
         """``key`` (num, 2) of that position and those after it."""
-        numbers = mx.array([[kind, position + i] for i in range(num)], dtype=mx.uint32)
+        numbers = mx.array([[purpose, position + i] for i in range(num)], dtype=mx.uint32)
         return self.base_key ^ numbers
 
-    def key(self, position: int, kind: int = 0) -> mx.array:
-        """The random key of a generated position; ``kind``, 0 to 3, separates uses."""
-        return _mixed(self.base_key, kind, position)
+    def key(self, position: int, purpose: int = 0) -> mx.array:
+        """The random key of a generated position; ``purpose``, 0 to 3, separates uses."""
+        return _mixed(self.base_key, purpose, position)
 
     @property
     def parameters(self) -> tuple[float, ...]:
@@ -155,8 +155,8 @@ def _is_seed(value: object) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool) and 0 <= int(value) < 2**64
 
 
-def _mixed(key: mx.array, kind: int, number: int) -> mx.array:
-    return key ^ mx.array([kind, number], dtype=mx.uint32)
+def _mixed(key: mx.array, purpose: int, number: int) -> mx.array:
+    return key ^ mx.array([purpose, number], dtype=mx.uint32)
 
 
 def _key_of_row(key: mx.array, row: int) -> mx.array:

@@ -124,9 +124,9 @@ def begin_drafter(draft_model: Drafter, draft_cache: list[Any] | None) -> Drafte
     for found, own in zip(draft_cache or (), draft_model.make_cache(), strict=False):
         sizes = [getattr(cache, "max_size", None) for cache in (found, own)]
         if sizes[0] != sizes[1]:
-            held, kept = ("all slots" if n is None else f"a window of {n} slots" for n in sizes)
+            found, kept = ("all slots" if n is None else f"a window of {n} slots" for n in sizes)
             raise ValueError(
-                f"prompt_cache holds {held} of the draft model, but this drafter keeps {kept}: "
+                f"prompt_cache holds {found} of the draft model, but this drafter keeps {kept}: "
                 "give the same draft window, or a prompt_cache without the drafter's part."
             )
     drafter = draft_model.begin(draft_cache)
@@ -286,8 +286,8 @@ def kernel_options(decoder: Decoder) -> list[str]:
     if is_sharded(decoder.target.model):  # ranks by different kernels might draft other tokens
         return []
     found = {
-        "splits_attention": decoder.target.parts.matters,
-        "forces_fused": decoder.target.parts.falls_off,
+        "splits_attention": decoder.target.attention.matters,
+        "forces_fused": decoder.target.attention.falls_off,
         "uses_overlay": decoder.drafter.supports_overlay,
     }
     return [name for name, is_possible in found.items() if is_possible]

@@ -21,7 +21,7 @@ from ..draft_models import LOOKUP, known_pairs, split_name
 from ..drafters.kinds import KINDS, kind_of
 from ..drafters.model_drafter import NOT_LOADED
 from ..drafters.mtp import outline
-from ..drafters.output_rows import USUAL_PART, WORTH_IT
+from ..drafters.output_rows import USUAL_SHARE, WORTH_IT
 from ..drafters.pairs import HEAD_SHARE, targets_within
 from ..drafters.quantize import packing_words, usual_quantization
 from ..drafters.target_parts import sizes_of
@@ -181,7 +181,7 @@ def expect(
     if num_ranks == 1:
         found = [check_size(model, config, built)]
     else:
-        found = [check_part(config, built, num_ranks)]
+        found = [check_shard(config, built, num_ranks)]
     found.append(check_caches(built))
     found += check_passes(this_machine(), built)
     found += check_precision(this_machine(), config)
@@ -245,13 +245,13 @@ def check_size(name: str, config: dict[str, Any], model: nn.Module) -> Finding:
     return Finding("model", text)
 
 
-def check_part(config: dict[str, Any], model: nn.Module, num_ranks: int) -> Finding:
+def check_shard(config: dict[str, Any], model: nn.Module, num_ranks: int) -> Finding:
     """Size of the target on each of several machines, and whether mlx-lm can split it so."""
     splits = [words for words, can in ways_to_split(config, model, num_ranks).items() if can]
     outside = weight_bytes(model) - sum(map(weight_bytes, model.layers))
-    part = part_bytes(model, num_ranks, splits == [PIPELINE])
+    shard = shard_bytes(model, num_ranks, splits == [PIPELINE])
     text = (
-        f"{part / GB:.1f} GB on each of {num_ranks} machines: {(part - outside) / GB:.1f} GB of "
+        f"{shard / GB:.1f} GB on each of {num_ranks} machines: {(shard - outside) / GB:.1f} GB of "
         f"the layers, {outside / GB:.1f} GB of embeddings and output matrix, which are whole "
         "everywhere; a draft model is, too"
     )
@@ -259,13 +259,13 @@ def check_part(config: dict[str, Any], model: nn.Module, num_ranks: int) -> Find
         remedy = "mlx-lm cannot split this target among so many: take another number, or target"
         return Finding("model", text, "problem", remedy)
     _, usable = memory(this_machine())
-    if part > usable:
+    if shard > usable:
         remedy = "a part does not fit into a memory like this machine's: take more machines"
         return Finding("model", f"{text}, of {usable / GB:.1f} GB", "problem", remedy)
     return Finding("model", f"{text}; split {' or '.join(splits)}")
 
 
-def part_bytes(model: nn.Module, num_ranks: int, is_pipeline: bool) -> float:
+def shard_bytes(model: nn.Module, num_ranks: int, is_pipeline: bool) -> float:
     """Bytes of the largest part: of each layer, or of a pipeline's as many as rank 0 has."""
     layers = sum(map(weight_bytes, model.layers))
     num = len(model.layers)
@@ -372,8 +372,8 @@ def check_vocabulary(folder: Path, model: nn.Module) -> list[Finding]:
         return []
     text = (
         f"{num_tokens} tokens by byte pairs: drafters that use the target's output matrix (MTP "
-        f"layers, DFlash, DSpark) read {USUAL_PART / num_tokens:.0%} of it with --draft-vocab "
-        f"{USUAL_PART}; measure both"
+        f"layers, DFlash, DSpark) read {USUAL_SHARE / num_tokens:.0%} of it with --draft-vocab "
+        f"{USUAL_SHARE}; measure both"
     )
     return [Finding("vocabulary", text)]
 

@@ -240,10 +240,10 @@ class AssistantDrafter(FeatureDrafter):
     def embed(self, tokens: mx.array) -> mx.array:
         return self._embed(tokens) * self._scale
 
-    def joined(self, embeddings: mx.array, states: mx.array) -> mx.array:
-        """Embeddings and states (..., H) side by side."""
+    def joined(self, embeddings: mx.array, hidden: mx.array) -> mx.array:
+        """Embeddings and hidden states (..., H) side by side."""
         embeddings = embeddings * self._scale
-        return mx.concatenate([embeddings, states.astype(embeddings.dtype)], axis=-1)
+        return mx.concatenate([embeddings, hidden.astype(embeddings.dtype)], axis=-1)
 
     def _first_logits(self, seed: mx.array) -> mx.array:
         """No logits yet: the target's rows have to be cut to what was kept first."""
@@ -297,11 +297,11 @@ class AssistantDrafter(FeatureDrafter):
         tokens: list[mx.array] = []
         for _ in range(size):
             x = joined.astype(self.dtype)
-            logits, state = self.head(x, rows, position, self.project)
+            logits, hidden = self.head(x, rows, position, self.project)
             tokens.append(self.choose(logits, pick))
             if len(tokens) < size:
                 start_early(tokens[-1], size)
-                joined = self.joined(self._embed(tokens[-1]), state)
+                joined = self.joined(self._embed(tokens[-1]), hidden)
         return tokens
 
 

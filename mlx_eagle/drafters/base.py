@@ -35,8 +35,8 @@ class Draft:
     """Proposed tokens (k,) int32 in the target's vocabulary; k may be 0.
 
     ``parents`` (k,) makes them a tree, whose deepest token is ``depth`` levels below the root:
-    ``parents[i]`` is the row of the verify pass that token i continues. None: a chain. ``form``
-    is the same where the host knows it, because the tree is static. ``draw_index`` (k,) is that of
+    ``parents[i]`` is the row of the verify pass that token i continues. None: a chain.
+    ``static_parents`` are the same on the host, for a static tree. ``draw_index`` (k,) is that of
     ``tree.TreeNodes``; None where no rule was asked for the tokens. ``confidence`` (k,) is the
     drafter's own estimate of how likely each token of a chain is kept if all before it are, made
     before the token was chosen; None where it has none.
@@ -45,7 +45,7 @@ class Draft:
     tokens: mx.array
     parents: mx.array | None = None
     depth: int = 0
-    form: tuple[int, ...] | None = None
+    static_parents: tuple[int, ...] | None = None
     draw_index: mx.array | None = None
     confidence: mx.array | None = None
 
@@ -59,8 +59,8 @@ class Draft:
 
     def known_parents(self) -> Sequence[int] | None:
         """``parents`` on the host; waits for them if only the device has them."""
-        if self.form or self.parents is None:
-            return self.form
+        if self.static_parents or self.parents is None:
+            return self.static_parents
         waited: Any = self.parents.tolist()
         return [int(parent) for parent in waited]
 
@@ -135,7 +135,7 @@ class Picks(Protocol):
     def pick(self, logits: mx.array, ids: mx.array | None) -> mx.array:
         """The ``Pick`` of all requests at once: logits (B, Vd) -> indices (B,)."""
 
-    def alone(self, index: int) -> Pick:
+    def of_request(self, index: int) -> Pick:
         """The ``Pick`` of one request."""
 
 
@@ -192,10 +192,10 @@ class Drafter(Protocol):
         """The class, the size of the weights in MB, and the taps, where there are any."""
         weights: list[Any] = [tree_flatten(module.parameters()) for module in self.modules()]
         size = sum(array.nbytes for arrays in weights for _, array in arrays)
-        parts = [f"{size / 1e6:.1f} MB" if size else "no weights"]
-        parts += [f"taps={self.taps}"] if self.taps else []
-        parts += ["copies"] if self.copies is not None else []
-        return f"{type(self).__name__}({', '.join(parts)})"
+        words = [f"{size / 1e6:.1f} MB" if size else "no weights"]
+        words += [f"taps={self.taps}"] if self.taps else []
+        words += ["copies"] if self.copies is not None else []
+        return f"{type(self).__name__}({', '.join(words)})"
 
     def __call__(self, *_args: object, **_kwargs: object) -> NoReturn:
         raise ValueError(
@@ -401,23 +401,23 @@ class PendingPairs:
         features = mx.concatenate(found, axis=-2) if found else None
         tokens = mx.concatenate([tokens for _, tokens, _, _ in self._rounds], axis=-1)
         if tokens.ndim > 1 and sum(self.lengths) < tokens.size:
-            places = self._places()
-            tokens = mx.take_along_axis(tokens, places, axis=1)
+            kept_index = self._kept_index()
+            tokens = mx.take_along_axis(tokens, kept_index, axis=1)
             if features is not None:
-                features = mx.take_along_axis(features, places[..., None], axis=1)
+                features = mx.take_along_axis(features, kept_index[..., None], axis=1)
         extend(tokens, features)
         self.clear()
 
-    def _places(self) -> mx.array:
+    def _kept_index(self) -> mx.array:
         """Positions of each request's tokens among all rows, (B, m); padded at the end."""
-        places: list[list[int]] = [[] for _ in self.lengths]
+        kept_index: list[list[int]] = [[] for _ in self.lengths]
         start = 0
         for _, tokens, _, lengths in self._rounds:
-            for own, length in zip(places, lengths, strict=True):
+            for own, length in zip(kept_index, lengths, strict=True):
                 own += range(start, start + length)
             start += tokens.shape[1]
         width = len(self)
-        return mx.array([own + [0] * (width - len(own)) for own in places])
+        return mx.array([own + [0] * (width - len(own)) for own in kept_index])
 
 
 class BatchDrafter(Protocol):

@@ -37,7 +37,7 @@ class HeadBatchDrafter:
         self._own = drafter
         self._seen: list[tuple[int, ...]] = []  # tokens that each request's text adds
         self._caches = RaggedCaches()
-        # What drafts start from: states (B, h), and the logits (B, Vd) after them.
+        # What drafts start from: hidden states (B, h), and the logits (B, Vd) after them.
         self._start: list[mx.array] = []
 
     def num_forwards(self, index: int) -> int:
@@ -68,8 +68,8 @@ class HeadBatchDrafter:
 
     def keep(self, index: list[int]) -> None:
         self._seen = [self._seen[b] for b in index]
-        places = mx.array(index, mx.int32)
-        self._start = [array[places] for array in self._start] if index else []
+        rows = mx.array(index, mx.int32)
+        self._start = [array[rows] for array in self._start] if index else []
         self._caches.keep(index)
         self._joined = [self._joined[b] for b in index]
 
@@ -97,19 +97,19 @@ class HeadBatchDrafter:
         assert self._start, "every request has absorbed its first token"
         batch = len(self._caches.rows.lengths)
         num_steps = max(1, size - self._own.num_parallel_heads)
-        states, logits = self._start
+        hidden, logits = self._start
         tokens = [self._own.choose(logits, picks.pick)]
         before = self._caches.rows.lengths
         try:
             for _ in range(num_steps - 1):
                 start_early(tokens[-1], size)
-                states = self._forward(tokens[-1][:, None], states[:, None])[:, 0]
+                hidden = self._forward(tokens[-1][:, None], hidden[:, None])[:, 0]
                 self._caches.advance([1] * batch)
-                tokens.append(self._own.choose(self._own.logits(states), picks.pick))
+                tokens.append(self._own.choose(self._own.logits(hidden), picks.pick))
         finally:
             self._caches.rows.set(before)
         for i in range(size - num_steps):
-            tokens.append(self._own.choose(self._own.parallel_logits(states, i), picks.pick))
+            tokens.append(self._own.choose(self._own.parallel_logits(hidden, i), picks.pick))
         return mx.stack(tokens, axis=1), [size] * batch
 
     def extend(
@@ -132,7 +132,7 @@ class HeadBatchDrafter:
 
     def _absorb(self, tokens: mx.array, features: mx.array) -> mx.array:
         """Feed the head tokens (B, m) and features (B, m, F): rows (B, m, ...) to start from."""
-        return self._forward(tokens, self._own.states_of(features))
+        return self._forward(tokens, self._own.hidden_of(features))
 
     def _start_at(self, starts: mx.array) -> list[mx.array]:
         """Arrays that drafts start from, given each request's row, (B, ...)."""
@@ -145,10 +145,10 @@ class HeadBatchDrafter:
         """States and the first tokens' logits."""
         return list(self._start)
 
-    def _forward(self, tokens: mx.array, states: mx.array) -> mx.array:
+    def _forward(self, tokens: mx.array, hidden: mx.array) -> mx.array:
         """Run the head behind what is kept: tokens (B, m), states (B, m, h) -> (B, m, h)."""
         self._num_forwards += 1
-        return self._own.forward(self._own._embed(tokens), states, self._caches.open())
+        return self._own.forward(self._own._embed(tokens), hidden, self._caches.open())
 
 
 class SequentialDrafter:
@@ -189,7 +189,7 @@ class SequentialDrafter:
                 continue
             if self._views is not None:
                 drafter.see_target(self._views(b))
-            drafts.append(drafter.propose(size, picks.alone(b)).tokens)
+            drafts.append(drafter.propose(size, picks.of_request(b)).tokens)
         self._views = None
         lengths = [len(tokens) for tokens in drafts]
         rows = [mx.pad(tokens, (0, max(lengths) - len(tokens))) for tokens in drafts]

@@ -269,20 +269,20 @@ def rope_from(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The fields about rope; partial rotation and mrope are noise copied off a target."""
     rope = settings.get("rope_parameters") or {}
     scaling = settings.get("rope_scaling") or rope
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    name = scaling.get("rope_type") or scaling.get("type") or "default"
     found: dict[str, Any] = {
         "rope_theta": rope.get("rope_theta") or settings.get("rope_theta") or 10000.0,
         "rope_traditional": settings.get("rope_is_neox_style") is False,
     }
-    if kind in ("default", "mrope", "proportional"):
+    if name in ("default", "mrope", "proportional"):
         return found
-    if kind not in SCALINGS or not NUMBER.holds(scaling.get("factor")):
+    if name not in SCALINGS or not NUMBER.holds(scaling.get("factor")):
         raise ValueError(
-            f"the drafter's rope is of type {shown(kind)}; default, {', '.join(SCALINGS)} with a "
+            f"the drafter's rope is of type {shown(name)}; default, {', '.join(SCALINGS)} with a "
             "factor convert"
         )
     numbers = {k: v for k, v in scaling.items() if NUMBER.holds(v) and k != "rope_theta"}
-    return found | {"rope_scaling": {"rope_type": kind, **numbers}}
+    return found | {"rope_scaling": {"rope_type": name, **numbers}}
 
 
 def windows_from(settings: Mapping[str, Any], num_layers: int, is_nested: bool) -> dict[str, Any]:
@@ -293,10 +293,10 @@ def windows_from(settings: Mapping[str, Any], num_layers: int, is_nested: bool) 
     ``sliding_window_non_causal``, and its window lies before the anchor. ModelOpt with
     ``use_swa``: a window on every layer.
     """
-    kinds = (settings.get("layer_types") or ["full_attention"] * num_layers)[:num_layers]
+    layer_types = (settings.get("layer_types") or ["full_attention"] * num_layers)[:num_layers]
     size = settings.get("sliding_window") or settings.get("swa_window_size")
     is_off = settings.get("use_sliding_window") is False
-    slides = [kind == "sliding_attention" and bool(size) and not is_off for kind in kinds]
+    slides = [each == "sliding_attention" and bool(size) and not is_off for each in layer_types]
     slides += [False] * (num_layers - len(slides))
     if settings.get("use_swa") and not any(slides):
         return {"windows": (_need(settings, "swa_window_size"),) * num_layers}

@@ -213,8 +213,8 @@ class DFlashHead(nn.Module):
             num_columns = caches[0].make_mask(num_rows).shape[-1]
         for i, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
             x = layer(x, cache, visible(base, num_rows, num_columns, self.config, i))
-        states: mx.array = self.norm(x)
-        return states
+        hidden: mx.array = self.norm(x)
+        return hidden
 
 
 class DFlashDrafter(FeatureDrafter):
@@ -281,18 +281,18 @@ class DFlashDrafter(FeatureDrafter):
     def propose(self, size: int, pick: Pick) -> Draft:
         """A chain of ``size`` tokens, or as many as a block has."""
         anchor = self._seed
-        states = self._states(min(size, self.longest_draft))
-        tokens = mx.concatenate(self.read(states, anchor, pick))
+        hidden = self._hidden(min(size, self.longest_draft))
+        tokens = mx.concatenate(self.read(hidden, anchor, pick))
         before = mx.concatenate([anchor.astype(mx.int32), tokens[:-1]])
-        return Draft(tokens, confidence=self.confidence(states[0], before))
+        return Draft(tokens, confidence=self.confidence(hidden[0], before))
 
-    def _states(self, size: int) -> mx.array:
+    def _hidden(self, size: int) -> mx.array:
         """States (1, k, h) of the slots of a block that draft ``size`` tokens."""
         block = self.block_after(self._embedded(self._seed)[None], size)
-        states = self.head(block, self.cache[:-1])
+        hidden = self.head(block, self.cache[:-1])
         self.num_forwards += 1
         trim_prompt_cache(self.cache[:-1], block.shape[1])
-        return states[:, self.head.config.first_slot :]
+        return hidden[:, self.head.config.first_slot :]
 
     @property
     def supports_trees(self) -> bool:
@@ -316,14 +316,14 @@ class DFlashDrafter(FeatureDrafter):
 
         A level is chosen from what the slot says after each of them: see ``after``.
         """
-        slots = self.slots(self._states(shape.depth))
+        slots = self.slots(self._hidden(shape.depth))
         level = 0
         left = self.start(1)
 
         def after(before: mx.array, carried: mx.array) -> mx.array:
             nonlocal level, left
             num = before.shape[0]
-            slot = [mx.broadcast_to(part[:, level], (num, *part.shape[2:])) for part in slots]
+            slot = [mx.broadcast_to(array[:, level], (num, *array.shape[2:])) for array in slots]
             logits, left = self.after(before, carried, *slot)
             level += 1
             return logits
@@ -335,7 +335,7 @@ class DFlashDrafter(FeatureDrafter):
 
         return self._grown(shape, first, step, pick)
 
-    def confidence(self, states: mx.array, before: mx.array) -> mx.array | None:
+    def confidence(self, hidden: mx.array, before: mx.array) -> mx.array | None:
         """``Draft.confidence`` from the states (k, h) of the slots and the tokens before each."""
         return None
 
@@ -345,24 +345,24 @@ class DFlashDrafter(FeatureDrafter):
         shape = (anchors.shape[0], num_masks, anchors.shape[2])
         return mx.concatenate([anchors, mx.broadcast_to(self._mask, shape)], axis=1)
 
-    def read(self, states: mx.array, anchors: mx.array, pick: Pick) -> list[mx.array]:
-        """Drafted tokens (B,), slot by slot, from the states (B, k, h) of their slots.
+    def read(self, hidden: mx.array, anchors: mx.array, pick: Pick) -> list[mx.array]:
+        """Drafted tokens (B,), slot by slot, from the hidden states (B, k, h) of their slots.
 
         ``pick`` chooses among logits (B, Vd); ``anchors`` (B,) are the tokens before.
         """
-        slots = self.slots(states)
+        slots = self.slots(hidden)
         before = anchors
-        carried = self.start(states.shape[0])
+        carried = self.start(hidden.shape[0])
         tokens = []
-        for slot in range(states.shape[1]):
-            logits, carried = self.after(before, carried, *(part[:, slot] for part in slots))
+        for slot in range(hidden.shape[1]):
+            logits, carried = self.after(before, carried, *(array[:, slot] for array in slots))
             before = self.choose(logits, pick)
             tokens.append(before)
         return tokens
 
-    def slots(self, states: mx.array) -> list[mx.array]:
+    def slots(self, hidden: mx.array) -> list[mx.array]:
         """Arrays (B, k, ...) of what ``after`` is told of each slot, from states (B, k, h)."""
-        return [self.logits(states)]
+        return [self.logits(hidden)]
 
     def start(self, num_requests: int) -> mx.array:
         """State (B, r) that ``after`` carries from slot to slot, before the first."""
@@ -377,8 +377,8 @@ class DFlashDrafter(FeatureDrafter):
         """
         return slot[0], carried
 
-    def logits(self, states: mx.array) -> mx.array:
-        return capped(self.project(self._project, states), self.head.config.logit_softcap)
+    def logits(self, hidden: mx.array) -> mx.array:
+        return capped(self.project(self._project, hidden), self.head.config.logit_softcap)
 
     def batch_drafter(self) -> "BlockBatchDrafter":
         return BlockBatchDrafter(self)
@@ -400,9 +400,9 @@ class BlockBatchDrafter(HeadBatchDrafter):
         (anchors,) = self._start
         size = min(size, own.longest_draft)
         block = own.block_after(own._embed(anchors[:, None]), size)
-        states = own.head(block, self._caches.open())
+        hidden = own.head(block, self._caches.open())
         self._num_forwards += 1
-        tokens = own.read(states[:, own.head.config.first_slot :], anchors, picks.pick)
+        tokens = own.read(hidden[:, own.head.config.first_slot :], anchors, picks.pick)
         return mx.stack(tokens, axis=1), [size] * len(self._joined)
 
     def _absorb(self, tokens: mx.array, features: mx.array) -> mx.array:

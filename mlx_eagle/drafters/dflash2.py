@@ -102,9 +102,9 @@ class CandidateSelector(nn.Module):
         self.successor_codebook = mx.zeros((c.draft_vocab_size, c.selector_rank))
         self.hidden_projection = nn.Linear(c.hidden_size, c.selector_rank, bias=False)
 
-    def __call__(self, tokens: mx.array, states: mx.array, candidates: mx.array) -> mx.array:
+    def __call__(self, tokens: mx.array, hidden: mx.array, candidates: mx.array) -> mx.array:
         """Scores to add to logits of candidates (B, n) after tokens (B,) in states (B, h)."""
-        own = self.predecessor_codebook[tokens] * self.hidden_projection(states)
+        own = self.predecessor_codebook[tokens] * self.hidden_projection(hidden)
         return (self.successor_codebook[candidates] @ own[..., None])[..., 0]
 
 
@@ -129,28 +129,28 @@ class DFlash2Drafter(DFlashDrafter):
 
     head: DFlash2Head
 
-    def logits(self, states: mx.array) -> mx.array:
+    def logits(self, hidden: mx.array) -> mx.array:
         c = self.head.config
-        return capped(self.project(self._project, states) * c.output_multiplier, c.logit_softcap)
+        return capped(self.project(self._project, hidden) * c.output_multiplier, c.logit_softcap)
 
     @property
     def num_choices(self) -> int:
         """Number of candidates."""
         return min(self.head.config.top_k, super().num_choices)
 
-    def slots(self, states: mx.array) -> list[mx.array]:
-        logits = self.logits(states).astype(mx.float32)
+    def slots(self, hidden: mx.array) -> list[mx.array]:
+        logits = self.logits(hidden).astype(mx.float32)
         order = mx.argpartition(-logits, self.num_choices - 1, axis=-1)
-        return [logits, states, mx.stop_gradient(order[..., : self.num_choices])]
+        return [logits, hidden, mx.stop_gradient(order[..., : self.num_choices])]
 
     def after(
         self, before: mx.array, carried: mx.array, *slot: mx.array
     ) -> tuple[mx.array, mx.array]:
         """Logits of the candidates, given the token before; of all others -inf."""
-        logits, states, candidates = slot
+        logits, hidden, candidates = slot
         scores = mx.take_along_axis(logits, candidates, axis=-1)
         rows = candidates if self.rows is None else self.rows.index[candidates]
-        scores = scores + self.head.candidate_selector(before, states, rows)
+        scores = scores + self.head.candidate_selector(before, hidden, rows)
         only = mx.put_along_axis(mx.full(logits.shape, -mx.inf), candidates, scores, axis=-1)
         return only, carried
 

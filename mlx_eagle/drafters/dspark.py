@@ -46,12 +46,12 @@ class MarkovHead(nn.Module):
         super().__init__()
         c = config
         rank = config.markov_rank
-        self.kind = c.markov_kind
+        self.markov_kind = c.markov_kind
         self.markov_w1 = nn.Embedding(c.vocab_size, rank)
         self.markov_w2 = nn.Linear(rank, c.draft_vocab_size, bias=False)
-        if self.kind == "gated":
+        if self.markov_kind == "gated":
             self.gate_proj = nn.Linear(c.hidden_size + rank, rank)
-        if self.kind == "rnn":
+        if self.markov_kind == "rnn":
             self.joint_proj = nn.Linear(c.hidden_size + 2 * rank, 3 * rank)
 
     def start(self, num_requests: int) -> mx.array:
@@ -60,18 +60,18 @@ class MarkovHead(nn.Module):
         return mx.zeros((num_requests, rank))
 
     def __call__(
-        self, tokens: mx.array, states: mx.array, carried: mx.array
+        self, tokens: mx.array, hidden: mx.array, carried: mx.array
     ) -> tuple[mx.array, mx.array]:
         """Input (B, r) of ``markov_w2``, whose logits (B, Vd) are added, and what is carried.
 
-        After tokens (B,), in a slot of states (B, h).
+        After tokens (B,), in a slot of hidden states (B, h).
         """
         own = self.markov_w1(tokens)
-        if self.kind == "gated":
-            gate = mx.sigmoid(self.gate_proj(mx.concatenate([states, own], axis=-1)))
+        if self.markov_kind == "gated":
+            gate = mx.sigmoid(self.gate_proj(mx.concatenate([hidden, own], axis=-1)))
             own = gate * own
-        elif self.kind == "rnn":
-            joint = self.joint_proj(mx.concatenate([carried.astype(own.dtype), own, states], -1))
+        elif self.markov_kind == "rnn":
+            joint = self.joint_proj(mx.concatenate([carried.astype(own.dtype), own, hidden], -1))
             gate, new, out = mx.split(joint, 3, axis=-1)
             gate = mx.sigmoid(gate)
             carried = gate * carried + (1 - gate) * mx.tanh(new)
@@ -87,12 +87,12 @@ class ConfidenceHead(nn.Module):
         rank = config.markov_rank if config.confidence == "markov" else 0
         self.proj = nn.Linear(config.hidden_size + rank, 1)
 
-    def __call__(self, states: mx.array, before: mx.array | None) -> mx.array:
+    def __call__(self, hidden: mx.array, before: mx.array | None) -> mx.array:
         """Chances (k,) from states (k, h) and, if asked for, the tokens before, embedded (k, r).
 
         DeepSpec, modeling/dspark/markov_head.py: sigmoid(w [h, w1[y]] + b).
         """
-        rows = states if before is None else mx.concatenate([states, before], axis=-1)
+        rows = hidden if before is None else mx.concatenate([hidden, before], axis=-1)
         return mx.sigmoid(self.proj(rows)[:, 0].astype(mx.float32))
 
 
@@ -156,8 +156,8 @@ class DSparkDrafter(DFlashDrafter):
 
     head: DSparkHead
 
-    def slots(self, states: mx.array) -> list[mx.array]:
-        return [self.logits(states), states]
+    def slots(self, hidden: mx.array) -> list[mx.array]:
+        return [self.logits(hidden), hidden]
 
     def start(self, num_requests: int) -> mx.array:
         start: mx.array = self.head.markov_head.start(num_requests)
@@ -166,18 +166,18 @@ class DSparkDrafter(DFlashDrafter):
     def after(
         self, before: mx.array, carried: mx.array, *slot: mx.array
     ) -> tuple[mx.array, mx.array]:
-        logits, states = slot
+        logits, hidden = slot
         markov = self.head.markov_head
-        own, carried = markov(before, states, carried)
+        own, carried = markov(before, hidden, carried)
         return logits + self.project(markov.markov_w2, own), carried
 
-    def confidence(self, states: mx.array, before: mx.array) -> mx.array | None:
+    def confidence(self, hidden: mx.array, before: mx.array) -> mx.array | None:
         head = self.head
         if head.config.confidence == "none":
             return None
         is_told = head.config.confidence == "markov"
         chances: mx.array = head.confidence_head(
-            states, head.markov_head.markov_w1(before) if is_told else None
+            hidden, head.markov_head.markov_w1(before) if is_told else None
         )
         return chances
 
@@ -207,17 +207,17 @@ def config_from(tensors: Tensors, config: Mapping[str, Any]) -> DSparkConfig:
         fields["scales_as_target"] = False
     if "layers.0.pre_feedforward_layernorm.weight" in tensors:
         fields |= _gemma_fields(tensors, settings, config, fields)
-    kind = "gated" if "markov_head.gate_proj.weight" in tensors else "vanilla"
-    kind = "rnn" if "markov_head.joint_proj.weight" in tensors else kind
+    markov_kind = "gated" if "markov_head.gate_proj.weight" in tensors else "vanilla"
+    markov_kind = "rnn" if "markov_head.joint_proj.weight" in tensors else markov_kind
     w1 = tensors.get("markov_head.markov_w1.weight")
     estimates = "none"
     if CONFIDENCE[0] in tensors:
-        is_of_state = tensors[CONFIDENCE[0]].shape[-1] == fields["hidden_size"]
-        estimates = "state" if is_of_state else "markov"
+        takes_hidden = tensors[CONFIDENCE[0]].shape[-1] == fields["hidden_size"]
+        estimates = "state" if takes_hidden else "markov"
     made = fields | {
         "first_slot": first_slot_from(settings, 1 if "transformer_layer_config" in config else 0),
         "markov_rank": w1.shape[-1] if w1 is not None else 0,
-        "markov_kind": kind,
+        "markov_kind": markov_kind,
         "confidence": estimates,
     }
     return DSparkConfig.from_dict(made, "config.json")

@@ -20,7 +20,7 @@ from ..target_model.masks_and_ropes import (
     evaluate_ropes,
     exact_masks,
     find_ropes,
-    positions_held,
+    slot_positions,
 )
 from ..target_model.rollback import Checkpoint
 from ..target_model.tree_rows import each_itself
@@ -99,7 +99,7 @@ class EagleDrafter(FeatureDrafter):
         super()._start(cache)
         self._warned = False
 
-    def states_of(self, features: mx.array) -> mx.array:
+    def hidden_of(self, features: mx.array) -> mx.array:
         return self.head.fuse(features)
 
     @property
@@ -107,11 +107,11 @@ class EagleDrafter(FeatureDrafter):
         """Number of ModelOpt's parallel heads."""
         return self.head.config.num_parallel_heads
 
-    def logits(self, states: mx.array) -> mx.array:
-        return self.head.logits(states, self.project)
+    def logits(self, hidden: mx.array) -> mx.array:
+        return self.head.logits(hidden, self.project)
 
-    def parallel_logits(self, states: mx.array, index: int) -> mx.array:
-        return self.head.parallel_logits(states, index, self.project)
+    def parallel_logits(self, hidden: mx.array, index: int) -> mx.array:
+        return self.head.parallel_logits(hidden, index, self.project)
 
     def _count(self, num_slots: int) -> None:
         """Count a forward over that many new slots; warn once past the head's positions."""
@@ -184,17 +184,17 @@ class Eagle3Drafter(EagleDrafter):
 
         ModelOpt's parallel heads, where the head has some, say the last tokens without one.
         """
-        states = self._seed
+        hidden = self._seed
         base = self._position() if self.lagging else self.cache[0].offset
         num_steps = max(1, size - self.num_parallel_heads)
         tokens = [self.choose(self._first, pick)]
         drafting = self._begin_draft()
         for i in range(num_steps - 1):
             start_early(tokens[-1], size)
-            states = self._forward(tokens[-1], states, base + i, cache=drafting)
-            tokens.append(self.choose(self.logits(states), pick))
+            hidden = self._forward(tokens[-1], hidden, base + i, cache=drafting)
+            tokens.append(self.choose(self.logits(hidden), pick))
         for i in range(size - num_steps):
-            tokens.append(self.choose(self.parallel_logits(states, i), pick))
+            tokens.append(self.choose(self.parallel_logits(hidden, i), pick))
         self._end_draft(num_steps - 1)
         return Draft(mx.concatenate(tokens))
 
@@ -208,18 +208,18 @@ class Eagle3Drafter(EagleDrafter):
         level = 0
         drafting = self._begin_draft()
         num_before = drafting[0].offset
-        states = self._seed
+        hidden = self._seed
         visible = mx.zeros((1, 0), mx.bool_)
 
         def step(picked: mx.array, rows: mx.array) -> mx.array:
-            nonlocal states, visible, level
+            nonlocal hidden, visible, level
             num = picked.shape[0]
             visible = mx.concatenate([visible[rows], each_itself(num)], axis=1)
             mask = mx.concatenate([mx.ones((num, num_before), mx.bool_), visible], axis=1)
             positions = mx.full((num,), base + level, mx.int32)
-            states = self._forward(self.to_ids(picked), states[rows], positions, mask, drafting)
+            hidden = self._forward(self.to_ids(picked), hidden[rows], positions, mask, drafting)
             level += 1
-            return self.logits(states)
+            return self.logits(hidden)
 
         draft = self._grown(shape, self._first, step, pick)
         self._end_draft(visible.shape[1])
@@ -292,19 +292,19 @@ class Eagle3Drafter(EagleDrafter):
     def _forward(
         self,
         tokens: mx.array,
-        states: mx.array,
+        hidden: mx.array,
         positions: int | mx.array | None = None,
         mask: mx.array | None = None,
         cache: list[Any] | None = None,
     ) -> mx.array:
-        """One head forward over tokens (m,) and states (m, h) -> (m, h).
+        """One head forward over tokens (m,) and hidden states (m, h) -> (m, h).
 
         ``cache``: what the layers append to, in place of their own.
         """
         self._count(tokens.shape[0])
         cache = self.cache[:-1] if cache is None else cache
         with exact_masks(cache, tokens.shape[0]):
-            return self.head(self._embedded(tokens), states, cache, positions, mask)
+            return self.head(self._embedded(tokens), hidden, cache, positions, mask)
 
 
 class ParallelDrafter(EagleDrafter):
@@ -329,8 +329,8 @@ class ParallelDrafter(EagleDrafter):
         super().__init__(head, embed, taps, to_target)
         # What a masked slot takes for token and features is the same for all of them.
         self._mask_embedding = embed(mx.array([head.config.mask_token_id]))
-        self._mask_state = head.masked(1)
-        mx.eval(self._mask_embedding, self._mask_state)
+        self._mask_hidden = head.masked(1)
+        mx.eval(self._mask_embedding, self._mask_hidden)
 
     def batch_drafter(self) -> HeadBatchDrafter | None:
         by_length = any(isinstance(rope, BY_LENGTH) for rope in find_ropes(self.head))
@@ -354,26 +354,26 @@ class ParallelDrafter(EagleDrafter):
     def _absorb(self, tokens: mx.array, features: mx.array, last: mx.array | None) -> mx.array:
         """The states are (k, h), of all tokens of a draft."""
         embeddings = self._embedded(tokens)
-        states = self.head.fuse(features)
+        hidden = self.head.fuse(features)
         if last is None:  # a prompt, which may be long: in the order that needs no mask
             self._count(tokens.shape[0])
             with exact_masks(self.cache[:-1], tokens.shape[0]):
-                return self.head(embeddings, states, self.cache[:-1])[-1:]
-        return self._forward(embeddings, states, last, self._size - 1)
+                return self.head(embeddings, hidden, self.cache[:-1])[-1:]
+        return self._forward(embeddings, hidden, last, self._size - 1)
 
     def propose(self, size: int, pick: Pick) -> Draft:
         """A chain of ``size`` tokens, from the states of the last pair and the masked slots."""
         logits = self._first
         self._size = size
         if size > logits.shape[0]:
-            none = self._mask_embedding[:0], self._mask_state[:0]
+            none = self._mask_embedding[:0], self._mask_hidden[:0]
             masked = self._forward(*none, mx.array(-1), size - 1)
             logits = mx.concatenate([logits[:1], self.logits(masked)], axis=0)
         rows = mx.split(logits[:size], size, axis=0)
         return Draft(mx.concatenate([self.choose(row, pick) for row in rows]))
 
     def _forward(
-        self, embeddings: mx.array, states: mx.array, last: mx.array, num_masked: int
+        self, embeddings: mx.array, hidden: mx.array, last: mx.array, num_masked: int
     ) -> mx.array:
         """The last pair's state and those of masked slots, after one head forward.
 
@@ -386,7 +386,7 @@ class ParallelDrafter(EagleDrafter):
         end = base + num_pairs
         self._count(num_rows)
         embeddings = mx.concatenate([embeddings, *[self._mask_embedding] * num_masked], axis=0)
-        states = mx.concatenate([states, *[self._mask_state] * num_masked], axis=0)
+        hidden = mx.concatenate([hidden, *[self._mask_hidden] * num_masked], axis=0)
         ahead = base + last + 1 + mx.arange(num_masked)
         positions = mx.concatenate([mx.arange(base, end), ahead])
         caches = self.cache[:-1]
@@ -396,7 +396,7 @@ class ParallelDrafter(EagleDrafter):
             num_before = caches[0].offset
         elif self.draft_window is not None:
             num_before = min(base, caches[0].max_size - 1)
-        slots = positions_held(num_before + num_rows, base + num_rows, SINKS)
+        slots = slot_positions(num_before + num_rows, base + num_rows, SINKS)
         is_masked = slots >= end
         rows = slots[-num_rows:, None]
 
@@ -414,20 +414,20 @@ class ParallelDrafter(EagleDrafter):
             return seen & (near if self.draft_window is None else near | (slots < SINKS))
 
         before = Checkpoint(caches, num_rows=num_rows)
-        states = self.head(embeddings, states, caches, positions, visible)
+        hidden = self.head(embeddings, hidden, caches, positions, visible)
         before.rollback(num_pairs)
         if num_pairs == 0:
-            return states
-        own = states[last.reshape(1)]
-        return mx.concatenate([own, states[num_pairs:]], axis=0)
+            return hidden
+        own = hidden[last.reshape(1)]
+        return mx.concatenate([own, hidden[num_pairs:]], axis=0)
 
     def forward_masked(self, num_requests: int, num_masked: int, caches: list[Any]) -> mx.array:
         """States (B, m, h) of masked slots behind what the caches hold."""
-        rows = self._mask_embedding, self._mask_state
-        embeddings, states = (
+        rows = self._mask_embedding, self._mask_hidden
+        embeddings, hidden = (
             mx.broadcast_to(row, (num_requests, num_masked, row.shape[1])) for row in rows
         )
-        return self.forward(embeddings, states, caches)
+        return self.forward(embeddings, hidden, caches)
 
 
 class ParallelBatchDrafter(HeadBatchDrafter):
@@ -469,5 +469,5 @@ def load(
 ) -> EagleDrafter:
     """The drafter of a converted head; see ``Kind.load``."""
     attached = attach_head(folder, config, model, options)
-    kind = Eagle3Drafter if attached.head.config.mask_token_id is None else ParallelDrafter
-    return kind(attached.head, attached.embed, attached.taps, attached.to_target)
+    make = Eagle3Drafter if attached.head.config.mask_token_id is None else ParallelDrafter
+    return make(attached.head, attached.embed, attached.taps, attached.to_target)

@@ -11,7 +11,7 @@ import numpy as np
 from mlx_lm.models.cache import KVCache
 
 from .base import Draft, Drafter, Pick, PickChildren, check_width
-from .output_rows import MOST_OF_A_PROMPT, OutputRows, Project, newest_others, places_of
+from .output_rows import MOST_OF_A_PROMPT, OutputRows, Project, index_of, newest_others
 from .tree import StaticTree, Step, Tree
 
 
@@ -102,7 +102,7 @@ class FeatureDrafter(Drafter):
         assert self._wanted is not None
         self.seen = seen
         ids = np.concatenate([self._wanted, np.array(seen, np.int64)])
-        index = ids if self._own_ids is None else places_of(ids, np.array(self._own_ids))
+        index = ids if self._own_ids is None else index_of(ids, np.array(self._own_ids))
         self.rows = OutputRows(index)
         own = self.rows.index
         self.to_target = own if self._own_ids is None else self._own_ids[own]
@@ -112,19 +112,19 @@ class FeatureDrafter(Drafter):
         """Logits (..., Vd) from x (..., h), by the rows of ``output`` that are drafted from."""
         return output(x) if self.rows is None else self.rows.project(output, x)
 
-    def logits(self, states: mx.array) -> mx.array:
-        """Logits (m, Vd) after such states (m, h)."""
-        logits: mx.array = self.head.logits(states)
+    def logits(self, hidden: mx.array) -> mx.array:
+        """Logits (m, Vd) after such hidden states (m, h)."""
+        logits: mx.array = self.head.logits(hidden)
         return logits
 
     # Of heads that draft step by step, for ``HeadBatchDrafter``.
 
-    def forward(self, embeddings: mx.array, states: mx.array, caches: list[Any]) -> mx.array:
+    def forward(self, embeddings: mx.array, hidden: mx.array, caches: list[Any]) -> mx.array:
         """One pass of the head over m slots of B requests: (B, m, h), (B, m, h) -> (B, m, h)."""
-        made: mx.array = self.head(embeddings, states, caches)
+        made: mx.array = self.head(embeddings, hidden, caches)
         return made
 
-    def states_of(self, features: mx.array) -> mx.array:
+    def hidden_of(self, features: mx.array) -> mx.array:
         """The head's input for features (..., F): states (..., h), or the features themselves."""
         return features
 
@@ -133,7 +133,7 @@ class FeatureDrafter(Drafter):
         """Number of further tokens that ``parallel_logits`` predicts."""
         return 0
 
-    def parallel_logits(self, states: mx.array, index: int) -> mx.array:
+    def parallel_logits(self, hidden: mx.array, index: int) -> mx.array:
         """Logits (m, Vd) of the token that comes ``index`` + 1 after the one of ``logits``."""
         raise NotImplementedError
 
@@ -205,8 +205,8 @@ class FeatureDrafter(Drafter):
     def _grown(self, shape: Tree, first: mx.array, step: Step, pick: PickChildren) -> Draft:
         """A tree that grows by ``step`` from the logits (1, Vd) of the first token."""
         grown = shape.grow(first, step, lambda row, num: pick(row, self.to_target, num))
-        form = shape.parents if isinstance(shape, StaticTree) else None
-        return Draft(self.to_ids(grown.ids), grown.parents, shape.depth, form, grown.draw_index)
+        static = shape.parents if isinstance(shape, StaticTree) else None
+        return Draft(self.to_ids(grown.ids), grown.parents, shape.depth, static, grown.draw_index)
 
     def to_ids(self, index: mx.array) -> mx.array:
         """Draft-vocabulary indices (m,) as target ids (m,) int32."""

@@ -77,7 +77,7 @@ class Attention(nn.Module):
             # Its base is computed in Python: positions from the device are waited for.
             waited: Any = positions.tolist()
             rows = zip(mx.split(x, x.shape[2], axis=2), waited, strict=True)
-            return mx.concatenate([self.rope(row, offset=place) for row, place in rows], axis=2)
+            return mx.concatenate([self.rope(row, offset=start) for row, start in rows], axis=2)
         if isinstance(positions, int) or positions.shape[0] == x.shape[0]:
             rotated = self.rope(x, offset=positions)
             return rotated
@@ -276,8 +276,8 @@ class DraftLayer(nn.Module):
             self.input_layernorm = nn.RMSNorm(size, eps=eps)
         if index > 0 or config.state_norm:
             self.hidden_norm = nn.RMSNorm(size, eps=eps)
-        kind = DraftAttention if config.latent is None else LatentAttention
-        self.self_attn: Any = kind(config, 2 * size if sees else size)
+        attention_class = DraftAttention if config.latent is None else LatentAttention
+        self.self_attn: Any = attention_class(config, 2 * size if sees else size)
         self.post_attention_layernorm = nn.RMSNorm(size, eps=eps)
         if config.branch_norms:
             self.pre_feedforward_layernorm = nn.RMSNorm(size, eps=eps)
@@ -289,39 +289,39 @@ class DraftLayer(nn.Module):
     def __call__(
         self,
         embeddings: mx.array,
-        states: mx.array,
+        hidden: mx.array,
         cache: KVCache | DraftOverlay,
         positions: int | mx.array,
         mask: Mask,
     ) -> mx.array:
-        """Advance m rows, embeddings and states (..., m, h) -> (..., m, h)."""
+        """Advance m rows, embeddings and hidden states (..., m, h) -> (..., m, h)."""
         if mask is None:
-            mask = cache.make_mask(states.shape[-2], return_array=False, window_size=self.window)
+            mask = cache.make_mask(hidden.shape[-2], return_array=False, window_size=self.window)
         elif callable(mask):
             mask = mask(self.window)
-        x, residual = self.enter(embeddings, states)
+        x, residual = self.enter(embeddings, hidden)
         return self.leave(residual, self.self_attn(x, cache, positions, mask))
 
-    def enter(self, embeddings: mx.array, states: mx.array) -> tuple[mx.array, mx.array]:
+    def enter(self, embeddings: mx.array, hidden: mx.array) -> tuple[mx.array, mx.array]:
         """Input of attention, (..., 2h) or (..., h), and the residual (..., h) beside it."""
-        normed = self.hidden_norm(states) if "hidden_norm" in self else states
+        normed = self.hidden_norm(hidden) if "hidden_norm" in self else hidden
         x = normed
         if self.sees_embedding:
             if "input_layernorm" in self:
                 embeddings = self.input_layernorm(embeddings)
             x = mx.concatenate([embeddings, normed], axis=-1)
-        return x, normed if self.norm_before_residual else states
+        return x, normed if self.norm_before_residual else hidden
 
     def leave(self, residual: mx.array, attended: mx.array) -> mx.array:
         """The layer's output from what attention gives; all (..., h)."""
         if "pre_feedforward_layernorm" in self:
-            states = residual + self.post_attention_layernorm(attended)
-            added = self.mlp(self.pre_feedforward_layernorm(states))
-            states = states + self.post_feedforward_layernorm(added)
+            hidden = residual + self.post_attention_layernorm(attended)
+            added = self.mlp(self.pre_feedforward_layernorm(hidden))
+            hidden = hidden + self.post_feedforward_layernorm(added)
         else:
-            states = residual + attended
-            states = states + self.mlp(self.post_attention_layernorm(states))
-        scaled: mx.array = states * self.layer_scalar if "layer_scalar" in self else states
+            hidden = residual + attended
+            hidden = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        scaled: mx.array = hidden * self.layer_scalar if "layer_scalar" in self else hidden
         return scaled
 
 
@@ -336,10 +336,10 @@ class ParallelHead(nn.Module):
             nn.Linear(size, size, bias=bias) for _ in range(config.parallel_head_layers)
         ]
 
-    def __call__(self, states: mx.array) -> mx.array:
+    def __call__(self, hidden: mx.array) -> mx.array:
         for layer in self.layers:
-            states = states + nn.silu(layer(states))
-        return states
+            hidden = hidden + nn.silu(layer(hidden))
+        return hidden
 
 
 class Eagle3Head(nn.Module):
@@ -395,32 +395,32 @@ class Eagle3Head(nn.Module):
         return self.layers[0].post_attention_layernorm.weight.dtype
 
     def fuse(self, features: mx.array) -> mx.array:
-        """Features (m, F) of the target, low tap first -> states (m, h)."""
+        """Features (m, F) of the target, low tap first -> hidden states (m, h)."""
         # Cast after the norm, where there is one: a wider dtype may hold more than float16 can.
         if self.config.pre_fc_norm == "concat":
             features = self.input_norm(features)
         elif self.config.pre_fc_norm == "per_feature":
-            parts = mx.split(features, self.config.num_aux, axis=-1)
+            by_tap = mx.split(features, self.config.num_aux, axis=-1)
             features = mx.concatenate(
-                [n(p) for n, p in zip(self.fc_norm, parts, strict=True)], axis=-1
+                [n(p) for n, p in zip(self.fc_norm, by_tap, strict=True)], axis=-1
             )
         features = features.astype(self.dtype)
         return self.fc(features) if self.config.fc_input == "features" else features
 
     def masked(self, num_rows: int) -> mx.array:
-        """The states (num_rows, h) of slots that no features are known for (P-EAGLE)."""
-        state = self.fuse(self.mask_hidden[None])
-        return mx.broadcast_to(state, (num_rows, state.shape[1]))
+        """The hidden states (num_rows, h) of slots that no features are known for (P-EAGLE)."""
+        hidden = self.fuse(self.mask_hidden[None])
+        return mx.broadcast_to(hidden, (num_rows, hidden.shape[1]))
 
     def __call__(
         self,
         embeddings: mx.array,
-        states: mx.array,
+        hidden: mx.array,
         cache: list[Any],
         positions: int | mx.array | None = None,
         mask: Mask = None,
     ) -> mx.array:
-        """Advance m slots: embeddings (m, h) of the tokens, states (m, h) -> (m, h).
+        """Advance m slots: embeddings (m, h) of the tokens, hidden states (m, h) -> (m, h).
 
         The result is what ``logits`` takes and what is fed back as the next slot's state.
         ``positions`` is the first row's position (default: the cache's length, or the lengths
@@ -428,12 +428,12 @@ class Eagle3Head(nn.Module):
         """
         if positions is None:
             positions = cache[0].offset
-        embeddings, states = self.enter(embeddings, states)
+        embeddings, hidden = self.enter(embeddings, hidden)
         for layer, layer_cache in zip(self.layers, cache, strict=True):
-            states = layer(embeddings, states, layer_cache, positions, mask)
-        return self.leave(states)
+            hidden = layer(embeddings, hidden, layer_cache, positions, mask)
+        return self.leave(hidden)
 
-    def enter(self, embeddings: mx.array, states: mx.array) -> tuple[mx.array, mx.array]:
+    def enter(self, embeddings: mx.array, hidden: mx.array) -> tuple[mx.array, mx.array]:
         """Input of the first layer from embeddings and states, both (..., h)."""
         embeddings = embeddings.astype(self.dtype)
         if self.config.embed_scale != 1:
@@ -441,28 +441,28 @@ class Eagle3Head(nn.Module):
         if "embedding_norm" in self:
             embeddings = self.embedding_norm(embeddings)
         if self.config.fc_input == "embedding_and_state":
-            states = self.fc(mx.concatenate([embeddings, states], axis=-1))
-        return embeddings, states
+            hidden = self.fc(mx.concatenate([embeddings, hidden], axis=-1))
+        return embeddings, hidden
 
-    def leave(self, states: mx.array) -> mx.array:
+    def leave(self, hidden: mx.array) -> mx.array:
         """Input of the next slot from the last layer's output; both (..., h)."""
-        return self.norm(states) if self.config.norm_output else states
+        return self.norm(hidden) if self.config.norm_output else hidden
 
-    def logits(self, states: mx.array, project: Projection = with_all_rows) -> mx.array:
+    def logits(self, hidden: mx.array, project: Projection = with_all_rows) -> mx.array:
         """Logits over the draft vocabulary, (m, h) -> (m, Vd).
 
         ``project`` multiplies with the output matrix, or some rows of it.
         """
-        return capped(project(self.lm_head, self._normed(states)), self.config.logit_softcap)
+        return capped(project(self.lm_head, self._normed(hidden)), self.config.logit_softcap)
 
     def parallel_logits(
-        self, states: mx.array, index: int, project: Projection = with_all_rows
+        self, hidden: mx.array, index: int, project: Projection = with_all_rows
     ) -> mx.array:
         """Logits (m, Vd) of the token that comes ``index`` + 1 after the one of ``logits``."""
         output = self.parallel_outputs[index % len(self.parallel_outputs)]
-        logits = project(output, self.parallel_heads[index](self._normed(states)))
+        logits = project(output, self.parallel_heads[index](self._normed(hidden)))
         return capped(logits, self.config.logit_softcap)
 
-    def _normed(self, states: mx.array) -> mx.array:
+    def _normed(self, hidden: mx.array) -> mx.array:
         is_normed = self.config.norm_output or not self.config.final_norm
-        return states if is_normed else self.norm(states)
+        return hidden if is_normed else self.norm(hidden)

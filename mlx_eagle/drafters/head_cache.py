@@ -51,26 +51,26 @@ class DraftOverlay:
         self._added.append((keys, values))
         self.offset += keys.shape[2]
         tail_keys, tail_values = (
-            mx.concatenate(list(part), axis=2) for part in zip(*self._added, strict=True)
+            mx.concatenate(list(arrays), axis=2) for arrays in zip(*self._added, strict=True)
         )
         num_added = tail_keys.shape[2]
         first = 0 if self._window is None else max(0, self.offset - self._window)
         before = min(first, self._num_before)
         after = max(0, first - self._num_before)
-        parts = [
+        sources = [
             (self._keys[:, :, before:], self._values[:, :, before:]),
             (tail_keys[:, :, after:], tail_values[:, :, after:]),
         ]
         # The query heads of one key head as rows of one product: (1, Hk, H / Hk * m, D).
         rows = scale * queries.reshape(1, keys.shape[1], -1, queries.shape[-1])
-        scores = [rows @ k.swapaxes(-1, -2) for k, _ in parts]
+        scores = [rows @ k.swapaxes(-1, -2) for k, _ in sources]
         if mask is not None:
             by_row = scores[1].reshape(1, *queries.shape[1:3], num_added)
             seen = mask[:, self._num_before :]
             scores[1] = mx.where(seen, by_row, -mx.inf).reshape(scores[1].shape)
         weights = mx.softmax(mx.concatenate(scores, axis=-1), axis=-1, precise=True)
         in_cache, in_tail = mx.split(weights, [self._num_before - before], axis=-1)
-        out: mx.array = in_cache @ parts[0][1] + in_tail @ parts[1][1]
+        out: mx.array = in_cache @ sources[0][1] + in_tail @ sources[1][1]
         return out.reshape(queries.shape)
 
 

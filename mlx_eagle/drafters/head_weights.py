@@ -49,12 +49,12 @@ def fuse_weights(
             _cut_heads(weights, f"layers.{layer}.self_attn.", config.num_heads, config.latent)
     for layer in range(num_layers):
         for fused, parts in FUSED.items():
-            for kind in ("weight", "scales", "biases", "bias"):
-                names = [f"layers.{layer}.{part}.{kind}" for part in parts]
+            for suffix in ("weight", "scales", "biases", "bias"):
+                names = [f"layers.{layer}.{part}.{suffix}" for part in parts]
                 if names[1] in weights:
                     # Where the values are the keys, there is no third.
                     rows = [weights.pop(name) for name in names if name in weights]
-                    weights[f"layers.{layer}.{fused}.{kind}"] = mx.concatenate(rows, axis=0)
+                    weights[f"layers.{layer}.{fused}.{suffix}"] = mx.concatenate(rows, axis=0)
     return weights
 
 
@@ -62,13 +62,13 @@ def _cut_heads(
     weights: dict[str, mx.array], prefix: str, num_heads: int, latent: dict[str, int]
 ) -> None:
     """kv_b_proj (H (N + V), r) as k_b_proj (H, N, r) and v_b_proj (H, V, r)."""
-    for kind in ("weight", "scales", "biases"):
-        both = weights.pop(f"{prefix}kv_b_proj.{kind}", None)
+    for suffix in ("weight", "scales", "biases"):
+        both = weights.pop(f"{prefix}kv_b_proj.{suffix}", None)
         if both is not None:
             rows = both.reshape(num_heads, -1, both.shape[-1])
             keys, values = mx.split(rows, [latent["qk_nope_head_dim"]], axis=1)
-            weights[f"{prefix}k_b_proj.{kind}"] = keys
-            weights[f"{prefix}v_b_proj.{kind}"] = values
+            weights[f"{prefix}k_b_proj.{suffix}"] = keys
+            weights[f"{prefix}v_b_proj.{suffix}"] = values
 
 
 def split_weights(weights: dict[str, mx.array], config: Eagle3Config) -> dict[str, mx.array]:
@@ -81,9 +81,9 @@ def split_weights(weights: dict[str, mx.array], config: Eagle3Config) -> dict[st
     ends = {"self_attn.qkv_proj": [q, q + kv], "mlp.gate_up_proj": [config.intermediate_size]}
     stored: dict[str, mx.array] = {}
     for name, array in weights.items():
-        path, _, kind = name.rpartition(".")
+        path, _, suffix = name.rpartition(".")
         if fused := next((each for each in FUSED if path.endswith(each)), None):
-            names = [f"{path.removesuffix(fused)}{part}.{kind}" for part in FUSED[fused]]
+            names = [f"{path.removesuffix(fused)}{part}.{suffix}" for part in FUSED[fused]]
             stored |= zip(names, mx.split(array, ends[fused], axis=0), strict=True)
         elif path.endswith("k_b_proj"):
             heads = mx.concatenate([array, weights[name.replace("k_b", "v_b")]], axis=1)

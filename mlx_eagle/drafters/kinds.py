@@ -242,8 +242,8 @@ APPENDED = re.compile(r"(^|\.)(layers\.\d+\.eh_proj|mtp_layers\.\d+\.input_proj)
 def _said_in(config: Mapping[str, Any]) -> str:
     """The names that a config gives its model, and the keys that it sets, each on a line."""
     inner = config.get("eagle_config")
-    parts = [config, inner if isinstance(inner, Mapping) else {}]
-    keys = (key for part in parts for key, value in part.items() if value not in (None, False))
+    levels = [config, inner if isinstance(inner, Mapping) else {}]
+    keys = (key for level in levels for key, value in level.items() if value not in (None, False))
     lines = names_in(config)
     lines += [f"{key[:LONGEST_NAME]}=" for key in islice(keys, MOST_KEYS)]
     return "\n".join(lines).lower()

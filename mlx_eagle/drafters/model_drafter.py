@@ -65,9 +65,9 @@ class ModelDrafter(Drafter):
 
     def begin(self, cache: list[Any] | None = None) -> "ModelDrafter":
         drafter = copy(self)
-        held = self.make_cache() if cache is None else cache
-        drafter._start(make_prompt_cache(self.model) if self._is_recurrent else held)
-        drafter.cache = held
+        text_cache = self.make_cache() if cache is None else cache
+        drafter._start(make_prompt_cache(self.model) if self._is_recurrent else text_cache)
+        drafter.cache = text_cache
         return drafter
 
     def make_cache(self) -> list[Any]:
@@ -107,15 +107,15 @@ class ModelDrafter(Drafter):
 
     def _hold(self, tokens: mx.array) -> None:
         """Add tokens (m,) to those in ``cache``, which the model has seen before them."""
-        (held,) = self.cache
-        if self._is_cold and held.offset > 0:
-            seen = held.keys[0, 0, : held.offset, 0][-MOST_AGAIN:]
+        (text_cache,) = self.cache
+        if self._is_cold and text_cache.offset > 0:
+            seen = text_cache.keys[0, 0, : text_cache.offset, 0][-MOST_AGAIN:]
             for start in range(0, seen.shape[0], STEP):
                 self._forward(seen[start : start + STEP])
                 mx.eval([cache.state for cache in self._caches])
         self._is_cold = False
         rows = tokens.astype(mx.int32)[None, None, :, None]
-        held.update_and_fetch(rows, rows)
+        text_cache.update_and_fetch(rows, rows)
 
     def _cut(self) -> None:
         """Bring recurrent caches back to the last valid row of the last ``extend``."""

@@ -185,7 +185,7 @@ def load(
     packing = options.quantization()
     drafter = _drafter_of(read_weights(folder), model, options.dtype, quantization, packing)
     drafter.head.state_first = config.get("state_first") is True
-    drafter.take_states(config.get("state_normed", drafter.head.state_normed) is True)
+    drafter.take_hidden(config.get("state_normed", drafter.head.state_normed) is True)
     return drafter
 
 

@@ -55,23 +55,23 @@ class MTPHead(nn.Module):
                 made.append(CacheList(KVCache(), KVCache()) if has_indexer else KVCache())
         return made
 
-    def __call__(self, embeddings: mx.array, states: mx.array, caches: list[Any]) -> mx.array:
+    def __call__(self, embeddings: mx.array, hidden: mx.array, caches: list[Any]) -> mx.array:
         """Advance m slots of B requests: embeddings and states (B, m, h) -> states (B, m, h).
 
         A state is the target's, or the head's own, which is fed back in its place.
         """
-        x = self.join(embeddings, states)
+        x = self.join(embeddings, hidden)
         first = caches[0][0] if self.chooses else caches[0]
         mask = create_attention_mask(x, first, return_array=self._arrays)
         left = iter(caches)
         for layer, attends in zip(self.layers, self._attends, strict=True):
             x = layer(x, mask=mask, cache=next(left)) if attends else layer(x)
-        states = self.norm(x) if self.state_normed else x
-        return states
+        hidden = self.norm(x) if self.state_normed else x
+        return hidden
 
-    def join(self, embeddings: mx.array, states: mx.array) -> mx.array:
+    def join(self, embeddings: mx.array, hidden: mx.array) -> mx.array:
         """Input of the layers: both through a norm each, side by side, then the matrix."""
-        both = [self.pre_fc_norm_embedding(embeddings), self.pre_fc_norm_hidden(states)]
+        both = [self.pre_fc_norm_embedding(embeddings), self.pre_fc_norm_hidden(hidden)]
         return self.fc(mx.concatenate(both[::-1] if self.state_first else both, axis=-1))
 
 
@@ -127,25 +127,25 @@ class MTPSteps(nn.Module):
         return [KVCache() for _ in self.steps]
 
     def advance(
-        self, index: int, embeddings: mx.array, states: mx.array, cache: KVCache
+        self, index: int, embeddings: mx.array, hidden: mx.array, cache: KVCache
     ) -> tuple[mx.array, mx.array]:
-        """Advance m slots of a layer: embeddings and states (m, h).
+        """Advance m slots of a layer: embeddings and hidden states (m, h).
 
         Returns what was made and what is passed on, (m, h) each.
         """
         step: MTPHead = self.steps[index]
         start = cache.offset
-        num = len(states)
+        num = len(hidden)
         rows = mx.arange(start, start + num)[:, None]
         slots = mx.arange(start + num)[None]
         mask = (slots <= rows) & ((slots >= index) | (slots == rows))
         window = self._windows[index]
         if window is not None:
             mask = mask & (slots > rows - window)
-        x = step.join(embeddings, states)[None]
+        x = step.join(embeddings, hidden)[None]
         made: mx.array = step.layers[0](x, mask=mask, cache=cache)[0]
         if not self.chained:
-            return made, states
+            return made, hidden
         return made, step.norm(made) if self.state_normed else made
 
 
@@ -153,7 +153,7 @@ class MTPDrafter(FeatureDrafter):
     """A ``Drafter`` around MTP layers; embedding and output projection are the target's.
 
     Slot t joins the token at t + 1 with the target's state at t, after its final norm unless
-    ``take_states`` says otherwise. Drafted slots take the head's own state, and are dropped again.
+    ``take_hidden`` says otherwise. Drafted slots take the head's own state, and are dropped again.
     """
 
     head: Any
@@ -169,10 +169,10 @@ class MTPDrafter(FeatureDrafter):
         taps = (self._num_target_layers + 1,)
         width = int(head.norm.weight.size)
         super().__init__(head, taps, len(head.make_cache()), width)
-        self.take_states(head.state_normed)
+        self.take_hidden(head.state_normed)
         evaluate_ropes(head)
 
-    def take_states(self, is_normed: bool) -> None:
+    def take_hidden(self, is_normed: bool) -> None:
         """Draft from states behind the last norm, the target's and the head's, or before it."""
         self.head.state_normed = is_normed
         self.taps = (self._num_target_layers + int(is_normed),)
@@ -191,16 +191,16 @@ class MTPDrafter(FeatureDrafter):
             self._made_stand_in = StandIn(self.head)
         return self._made_stand_in
 
-    def forward(self, embeddings: mx.array, states: mx.array, caches: list[Any]) -> mx.array:
+    def forward(self, embeddings: mx.array, hidden: mx.array, caches: list[Any]) -> mx.array:
         with self._stand_in.absorbed.told():
-            made: mx.array = self._stand_in.model(embeddings, states, caches)
+            made: mx.array = self._stand_in.model(embeddings, hidden, caches)
         return made
 
     def batch_drafter(self) -> BatchDrafter | None:
         return HeadBatchDrafter(self)
 
-    def logits(self, states: mx.array) -> mx.array:
-        normed = states if self.head.state_normed else self.head.norm(states)
+    def logits(self, hidden: mx.array) -> mx.array:
+        normed = hidden if self.head.state_normed else self.head.norm(hidden)
         return self.project(self._project, normed)
 
     def _absorb(self, tokens: mx.array, features: mx.array, last: mx.array | None) -> mx.array:
@@ -209,12 +209,12 @@ class MTPDrafter(FeatureDrafter):
 
     def propose(self, size: int, pick: Pick) -> Draft:
         """A chain of ``size`` tokens: one forward for each but the first."""
-        states = self._seed
+        hidden = self._seed
         tokens = [self.choose(self._first, pick)]
         for _ in range(size - 1):
             start_early(tokens[-1], size)
-            states = self._forward(tokens[-1], states)
-            tokens.append(self.choose(self.logits(states), pick))
+            hidden = self._forward(tokens[-1], hidden)
+            tokens.append(self.choose(self.logits(hidden), pick))
         trim_prompt_cache(self.cache[:-1], size - 1)
         return Draft(mx.concatenate(tokens))
 
@@ -236,35 +236,35 @@ class MTPDrafter(FeatureDrafter):
         Each node's slot stands at its depth, and sees the committed slots and its ancestors.
         """
         caches = self.cache[:-1]
-        states = self._seed
-        taken = [mx.zeros((0,), mx.int32)], [states[:0]]  # tokens and states of all slots so far
+        hidden = self._seed
+        taken = [mx.zeros((0,), mx.int32)], [hidden[:0]]  # tokens and states of all slots so far
         mask = mx.zeros((0, 0), mx.bool_)
         visible = mx.zeros((1, 0), mx.bool_)
 
         def step(picked: mx.array, rows: mx.array) -> mx.array:
-            nonlocal states, mask, visible
+            nonlocal hidden, mask, visible
             num = picked.shape[0]
             before = mask.shape[0]
             visible = mx.concatenate([visible[rows], each_itself(num)], axis=1)
             mask = mx.concatenate([mx.pad(mask, [(0, 0), (0, num)]), visible], axis=0)
             taken[0].append(picked.astype(mx.int32))
-            taken[1].append(states[rows])
+            taken[1].append(hidden[rows])
             trim_prompt_cache(caches, before)
             self.num_forwards += 1
             with self._stand_in.tree_attention(caches, mask):
                 embeddings = self._embed(mx.concatenate(taken[0]))[None]
                 out = self.forward(embeddings, mx.concatenate(taken[1])[None], caches)
-            states = out[0, before:]
-            return self.logits(states)
+            hidden = out[0, before:]
+            return self.logits(hidden)
 
         draft = self._grown(shape, self._first, step, pick)
         trim_prompt_cache(caches, mask.shape[0])
         return draft
 
-    def _forward(self, tokens: mx.array, states: mx.array) -> mx.array:
-        """One forward over tokens (m,) and states (m, h) -> (m, h)."""
+    def _forward(self, tokens: mx.array, hidden: mx.array) -> mx.array:
+        """One forward over tokens (m,) and hidden states (m, h) -> (m, h)."""
         self.num_forwards += 1
-        return self.forward(self._embedded(tokens)[None], states[None], self.cache[:-1])[0]
+        return self.forward(self._embedded(tokens)[None], hidden[None], self.cache[:-1])[0]
 
 
 class SteppedMTPDrafter(MTPDrafter):
@@ -309,8 +309,8 @@ class SteppedMTPDrafter(MTPDrafter):
     def check_tree(self, shape: Tree) -> None:
         raise ValueError("MTP layers that draft one token each draft chains: leave the tree out.")
 
-    def logits(self, states: mx.array) -> mx.array:
-        return self._logits_of(0, states)
+    def logits(self, hidden: mx.array) -> mx.array:
+        return self._logits_of(0, hidden)
 
     def _logits_of(self, index: int, made: mx.array) -> mx.array:
         step = self.head.steps[index]
@@ -321,28 +321,28 @@ class SteppedMTPDrafter(MTPDrafter):
         return self.logits(seed[:1])
 
     def _advance(
-        self, index: int, tokens: mx.array, states: mx.array
+        self, index: int, tokens: mx.array, hidden: mx.array
     ) -> tuple[mx.array, mx.array]:
         self.num_forwards += 1
         head: MTPSteps = self.head
-        return head.advance(index, self._embedded(tokens), states, self.cache[index])
+        return head.advance(index, self._embedded(tokens), hidden, self.cache[index])
 
     def _absorb(self, tokens: mx.array, features: mx.array, last: mx.array | None) -> mx.array:
         num = len(self.head.steps)
         before = self._passed_before(features.shape[1])
         num_before = self.cache[0].offset
-        states = features
+        hidden = features
         seed = []
         passed_on = []
         for index in range(num):
-            made, passed = self._advance(index, tokens, states)
+            made, passed = self._advance(index, tokens, hidden)
             if index == 0:
                 seed.append(row_at(made, last))
             if index < num - 1:
                 seed.append(row_at(passed, last))
                 rows = mx.concatenate([before[index : index + 1].astype(passed.dtype), passed])
                 passed_on.append(rows)
-                states = rows[:-1]
+                hidden = rows[:-1]
         made_last = mx.concatenate(seed)
         if last is None:  # all of it stays
             latest = num_before + len(tokens), made_last[1:, None]
@@ -361,8 +361,8 @@ class SteppedMTPDrafter(MTPDrafter):
         passed = self._seed[:0]
         for index in range(1, size):
             start_early(tokens[-1], size)
-            states = mx.concatenate([self._seed[index : index + 1], passed])
-            made, passed = self._advance(index, mx.concatenate(tokens), states)
+            hidden = mx.concatenate([self._seed[index : index + 1], passed])
+            made, passed = self._advance(index, mx.concatenate(tokens), hidden)
             tokens.append(self.choose(self._logits_of(index, made[-1:]), pick))
             self.cache[index].trim(index)
         return Draft(mx.concatenate(tokens))

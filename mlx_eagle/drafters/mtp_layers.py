@@ -327,15 +327,15 @@ def family_of(target: nn.Module) -> MTPFamily:
 
 def each_step(weights: Weights, change: Callable[[Weights], Weights]) -> Weights:
     """``change`` made to the parts of each layer that predicts a token, or to all at once."""
-    parts: dict[str, Weights] = {}
+    by_step: dict[str, Weights] = {}
     for name, array in weights.items():
         step = re.match(r"steps\.\d+\.", name)
         start = step[0] if step is not None else ""
-        parts.setdefault(start, {})[name.removeprefix(start)] = array
+        by_step.setdefault(start, {})[name.removeprefix(start)] = array
     return {
         start + name: array
-        for start, part in parts.items()
-        for name, array in change(part).items()
+        for start, tensors in by_step.items()
+        for name, array in change(tensors).items()
     }
 
 

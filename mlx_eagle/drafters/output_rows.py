@@ -22,7 +22,7 @@ from .target_parts import find_embedding
 
 WORTH_IT = 100_000
 """Tokens of a vocabulary from which on drafting from a part of it is proposed."""
-USUAL_PART = 65_536
+USUAL_SHARE = 65_536
 """First ids that others have drafted from: half the time of a draft, 2 points of acceptance."""
 STORED = FieldType(
     "a number of tokens or a list of their ids",
@@ -47,7 +47,7 @@ class OutputRows:
         first = np.flatnonzero(index != np.arange(len(index)))
         self.num_first = int(first[0]) if len(first) else len(index)
         self.index = mx.array(index.astype(np.int32))
-        self._parts: dict[int, tuple[nn.Module, list[Project]]] = {}
+        self._projections: dict[int, tuple[nn.Module, list[Project]]] = {}
         mx.eval(self.index)
 
     def __len__(self) -> int:
@@ -56,13 +56,13 @@ class OutputRows:
     def project(self, output: Project, x: mx.array) -> mx.array:
         """Logits (..., n) of these rows from x (..., h); ``output`` multiplies with all rows."""
         module = module_of(output)
-        if id(module) not in self._parts:
-            places: list[Any] = [slice(self.num_first), self.index[self.num_first :]]
+        if id(module) not in self._projections:
+            rows: list[Any] = [slice(self.num_first), self.index[self.num_first :]]
             sizes = self.num_first, len(self) - self.num_first
-            made = [part_of(output, at) for at, size in zip(places, sizes, strict=True) if size]
+            made = [subset_of(output, at) for at, size in zip(rows, sizes, strict=True) if size]
             # With the module, so that its id stays its own.
-            self._parts[id(module)] = module, made
-        logits = [part(x) for part in self._parts[id(module)][1]]
+            self._projections[id(module)] = module, made
+        logits = [multiply(x) for multiply in self._projections[id(module)][1]]
         return logits[0] if len(logits) == 1 else mx.concatenate(logits, axis=-1)
 
 
@@ -75,16 +75,16 @@ def module_of(output: Project) -> nn.Module:
     return module
 
 
-def part_of(output: Project, places: slice | mx.array) -> Project:
+def subset_of(output: Project, rows: slice | mx.array) -> Project:
     """Some rows of an output projection, packed as it is: (..., h) -> (..., n).
 
     Those of a slice are a view, those of an array (n,) are copied.
     """
     module = module_of(output)
-    part = copy(module)
-    part.update({name: module[name][places] for name in PARTS if module.get(name) is not None})
-    mx.eval(part.parameters())  # another thread could not compute them
-    project: Project = part.as_linear if hasattr(part, "as_linear") else part
+    subset = copy(module)
+    subset.update({name: module[name][rows] for name in PARTS if module.get(name) is not None})
+    mx.eval(subset.parameters())  # another thread could not compute them
+    project: Project = subset.as_linear if hasattr(subset, "as_linear") else subset
     return project
 
 
@@ -164,12 +164,12 @@ def newest_others(tokens: np.ndarray, known: np.ndarray, most: int) -> np.ndarra
     return np.sort(found[is_new][newest])
 
 
-def places_of(ids: np.ndarray, own: np.ndarray) -> np.ndarray:
+def index_of(ids: np.ndarray, own: np.ndarray) -> np.ndarray:
     """Where ids (n,) stand among a head's own (Vd,), in their order; those it lacks are left out.
 
     Where its ids are in order, its first places are those of the first ids.
     """
     order = np.argsort(own, kind="stable")
-    place = np.minimum(np.searchsorted(own, ids, sorter=order), len(own) - 1)
-    places: np.ndarray = order[place][own[order[place]] == ids]
-    return places
+    nearest = np.minimum(np.searchsorted(own, ids, sorter=order), len(own) - 1)
+    index: np.ndarray = order[nearest][own[order[nearest]] == ids]
+    return index

@@ -96,8 +96,8 @@ class Pair:
         """The order of "auto": a speedup on a Mac, the target's own authors, figures on GPUs."""
         best = max((figure.speedup for figure in self.figures), default=0.0)
         is_own = self.head == self.kind or self.head.split("/")[0] == self.target.split("/")[0]
-        states = any(figure.on_gpu for figure in self.figures)
-        group = 1 if best > 1 else 2 if is_own else 3 if states else 4
+        has_gpu_figure = any(figure.on_gpu for figure in self.figures)
+        group = 1 if best > 1 else 2 if is_own else 3 if has_gpu_figure else 4
         return not self.is_free, not self.is_seen, group, -best if group == 1 else 0.0
 
     @property
@@ -372,10 +372,10 @@ def plain_name(model: str) -> str:
 
     "mlx-community/Meta-Llama-3.1-8B-Instruct-4bit" -> "llama-3.1-8b-instruct"
     """
-    parts = Path(model).name.split("-")
-    while len(parts) > 1 and SUFFIX.fullmatch(parts[-1]):
-        parts.pop()
-    return "-".join(parts).lower().removeprefix("meta-")
+    words = Path(model).name.split("-")
+    while len(words) > 1 and SUFFIX.fullmatch(words[-1]):
+        words.pop()
+    return "-".join(words).lower().removeprefix("meta-")
 
 
 def is_named_after(model: str, base: str) -> bool:

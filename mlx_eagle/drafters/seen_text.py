@@ -13,7 +13,7 @@ import numpy as np
 
 GAP = -1  # in place of what has no tokens, and behind an answer: equal to no token
 LONGEST_MATCH = 64  # tokens that are compared; a longer match counts as this long
-MOST_PLACES = 4096  # occurrences of one token that are looked at, the latest ones
+MOST_STARTS = 4096  # occurrences of one token that are looked at, the latest ones
 MOST_COMPARED = 64  # places whose last three tokens agree that are compared further, the latest
 FREE_SLOTS = 1024  # of an array that was full, and a quarter of its tokens more
 
@@ -85,39 +85,39 @@ class SeenText:
         if len(end) == 0 or end[-1] == GAP:
             return NO_MATCH
         # In the text itself the last occurrence is the end, and nothing follows it.
-        places = np.flatnonzero((text[:-1] if is_own else text) == end[-1])[-MOST_PLACES:] + 1
-        if len(places) == 0:
+        starts = np.flatnonzero((text[:-1] if is_own else text) == end[-1])[-MOST_STARTS:] + 1
+        if len(starts) == 0:
             return NO_MATCH
-        length, place = _longest(text, end, places)
-        return TextMatch(length, self._copy(place, size, reads_on=is_own))
+        length, start = _longest(text, end, starts)
+        return TextMatch(length, self._copy(start, size, reads_on=is_own))
 
-    def _copy(self, place: int, size: int, reads_on: bool) -> tuple[int, ...]:
-        """Take ``size`` tokens from ``place`` on, up to a gap."""
-        copied = self.tokens[place : place + size]
+    def _copy(self, start: int, size: int, reads_on: bool) -> tuple[int, ...]:
+        """Take ``size`` tokens from ``start`` on, up to a gap."""
+        copied = self.tokens[start : start + size]
         if reads_on and 0 < len(copied) < size:
             copied = np.resize(copied, size)
         gaps = np.flatnonzero(copied == GAP)
         return tuple(copied[: gaps[0]].tolist() if len(gaps) else copied.tolist())
 
 
-def _longest(text: np.ndarray, end: np.ndarray, places: np.ndarray) -> tuple[int, int]:
-    """The length of the longest match that ends before one of ``places``, and the place.
+def _longest(text: np.ndarray, end: np.ndarray, starts: np.ndarray) -> tuple[int, int]:
+    """The length of the longest match that ends before one of ``starts``, and the place.
 
     The token before each place is the last of ``end``.
     """
     for length in (2, 3):
         if len(end) < length or end[-length] == GAP:
-            return length - 1, int(places[-1])
-        agreeing = places[places >= length]
+            return length - 1, int(starts[-1])
+        agreeing = starts[starts >= length]
         agreeing = agreeing[text[agreeing - length] == end[-length]]
         if len(agreeing) == 0:
-            return length - 1, int(places[-1])
-        places = agreeing
-    places = places[-MOST_COMPARED:]
+            return length - 1, int(starts[-1])
+        starts = agreeing
+    starts = starts[-MOST_COMPARED:]
     back = np.arange(1, len(end) + 1)
-    before = places[:, None] - back
+    before = starts[:, None] - back
     ours = end[::-1]
     is_equal = (text[np.maximum(before, 0)] == ours) & (before >= 0) & (ours != GAP)
     lengths = np.where(is_equal.all(axis=1), len(end), is_equal.argmin(axis=1))
     best = len(lengths) - 1 - int(lengths[::-1].argmax())
-    return int(lengths[best]), int(places[best])
+    return int(lengths[best]), int(starts[best])

@@ -170,7 +170,7 @@ class Search:
     """Why it goes no further, a part of a sentence."""
 
     @property
-    def place(self) -> str:
+    def source(self) -> str:
         return self.looked[-1]
 
 
@@ -191,44 +191,44 @@ def take_tensors(source: str, is_wanted: IsWanted) -> dict[str, mx.array]:
         )
     if found.tuned is not None:
         warnings.warn(
-            f"the MTP layers are those of {found.place}, for {found.tuned}, which was tuned from "
+            f"the MTP layers are those of {found.source}, for {found.tuned}, which was tuned from "
             "it, has none: fewer drafts may be accepted.",
             stacklevel=2,
         )
-    return read_tensors(fetch_files(found.place, found.names, is_wanted), is_wanted)
+    return read_tensors(fetch_files(found.source, found.names, is_wanted), is_wanted)
 
 
 def holder_of(source: str, is_wanted: IsWanted) -> str | None:
     """The checkpoint that ``take_tensors`` would take from; no weights are read or fetched."""
     found = search(source, is_wanted)
-    return found.place if found.names else None
+    return found.source if found.names else None
 
 
 def search(source: str, is_wanted: IsWanted) -> Search:
     """Look into a model, and the one that it was made from, until one has wanted tensors."""
     found = Search()
-    place: str | None = source
-    while place is not None:
-        found.looked.append(place)
+    name: str | None = source
+    while name is not None:
+        found.looked.append(name)
         try:
-            found.names = find_shards(place, is_wanted)
-            base, is_same = (None, True) if found.names else made_from(place)
+            found.names = find_shards(name, is_wanted)
+            base, is_same = (None, True) if found.names else made_from(name)
         except ValueError as err:
             if len(found.looked) == 1:
                 raise
-            raise ValueError(f"{found.looked[-2]} was made from {place}, and {err}") from err
+            raise ValueError(f"{found.looked[-2]} was made from {name}, and {err}") from err
         if found.names:
             break
         if base is None:
-            found.end = f"{place} names no model that it was made from"
+            found.end = f"{name} names no model that it was made from"
         elif base in found.looked:
-            found.end = f"{place} names {base} as the model that it was made from"
+            found.end = f"{name} names {base} as the model that it was made from"
         elif len(found.looked) > MOST_STEPS:
-            found.end = f"{base}, which {place} was made from, is not looked into"
+            found.end = f"{base}, which {name} was made from, is not looked into"
         if found.end:
             break
-        found.tuned = found.tuned or (None if is_same else place)
-        place = base
+        found.tuned = found.tuned or (None if is_same else name)
+        name = base
     return found
 
 
@@ -241,8 +241,8 @@ def find_shards(source: str, is_wanted: IsWanted, revision: str | None = None) -
             raise ValueError(f"{source} does not exist, and it is not a repository id either")
         folder = fetch(source, (INDEX, CONFIG), revision)
     if (folder / INDEX).is_file():
-        places = read_weight_map(folder / INDEX)
-        return sorted({file for name, file in places.items() if is_wanted(name)})
+        files = read_weight_map(folder / INDEX)
+        return sorted({file for name, file in files.items() if is_wanted(name)})
     if is_local or (folder / SINGLE).is_file():
         shards = sorted(folder.glob("*.safetensors"))
         return [shard.name for shard in shards if any(map(is_wanted, read_header(shard)))]
@@ -336,13 +336,13 @@ def _write_part(
     What is there so far lies beside it, and the next call goes on from there.
     """
     ordered = sorted(wanted.items(), key=lambda item: item[1].start)
-    places = {}
+    entries = {}
     total = 0
     for name, entry in ordered:
         end = total + entry.end - entry.start
-        places[name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": [total, end]}
+        entries[name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": [total, end]}
         total = end
-    header = json.dumps(places).encode()
+    header = json.dumps(entries).encode()
     begun = path.with_suffix(".incomplete")
     with begun.open("ab") as file, Bar("Fetching", "B") as progress:
         if file.tell() == 0:

@@ -34,7 +34,7 @@ class ActiveRequest:
     """A request that is being answered.
 
     ``num_cached`` tokens of its prompt were in caches; of the ``num_uncached`` others ``num_read``
-    have been read, and each step of ``chunks`` reads some. ``is_alone``: rounds that it shared
+    have been read, and each step of ``chunks`` reads some. ``is_single``: rounds that it shared
     have failed, and it shares none any more. At ``ends`` its caches are filed (see ``Tokenized``).
     ``tokens`` were said. ``has_left`` its client, and ``is_overdue`` it, before this step.
     """
@@ -45,7 +45,7 @@ class ActiveRequest:
     request: Request
     is_drafted: bool
     ends: Mapping[int, str]
-    is_alone: bool = False
+    is_single: bool = False
     is_done: bool = False  # all was said that will be
     has_left: bool = False
     is_overdue: bool = False
@@ -252,8 +252,8 @@ def end_thoughts(args: PairArguments, tokenizer: TokenizerWrapper) -> list[Logit
     (start,), (end,) = marks
 
     def end_now(tokens: mx.array, logits: mx.array) -> mx.array:
-        places = mx.arange(1, tokens.size + 1)
-        begun, ended = (mx.where(tokens == mark, places, 0).max() for mark in (start, end))
+        indices = mx.arange(1, tokens.size + 1)
+        begun, ended = (mx.where(tokens == mark, indices, 0).max() for mark in (start, end))
         is_due = (begun > ended) & (tokens.size - begun >= budget)
         forced = mx.where(mx.arange(logits.shape[-1]) == end, 0.0, -mx.inf).astype(logits.dtype)
         return mx.where(is_due, forced, logits)

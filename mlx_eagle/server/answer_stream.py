@@ -71,9 +71,9 @@ class RequestError(Exception):
 
 def error_document(error: RequestError) -> Document:
     """Return an error in the form of the OpenAI API."""
-    kind = "invalid_request_error" if error.status < 500 else "server_error"
+    error_type = "invalid_request_error" if error.status < 500 else "server_error"
     code = error.code or error.status
-    return {"error": {"message": str(error), "type": kind, "code": code}}
+    return {"error": {"message": str(error), "type": error_type, "code": code}}
 
 
 class AnswerStream:
@@ -189,7 +189,7 @@ class on_error:
     def __enter__(self) -> None:
         """Nothing is needed before."""
 
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+    def __exit__(self, error_type: object, error: BaseException | None, traceback: object) -> bool:
         if not isinstance(error, Exception) or is_lost(error):
             return False
         self._act(error)
@@ -233,7 +233,7 @@ class DraftReport:
     _entries: list[Document] = field(default_factory=list)  # to be reported with the next chunk
     # The first waits for a letter held.
     _unlisted: deque[Document] = field(default_factory=deque)
-    _held: deque[tuple[Document, str]] = field(default_factory=deque)
+    _waiting: deque[tuple[Document, str]] = field(default_factory=deque)
     _events: list[DraftingEvent] = field(default_factory=list)
 
     def follow(self, response: PairResponse) -> None:
@@ -249,13 +249,13 @@ class DraftReport:
         self._unlisted.append(token)
         if response.finish_reason != "stop" or response.stop_word is not None:
             for letter in response.text:
-                self._held.append((token, letter))
+                self._waiting.append((token, letter))
                 self._read(letter)
         if response.finish_reason == "stop":
-            self._held.clear()  # and the text that comes with it, as mlx-lm does
+            self._waiting.clear()  # and the text that comes with it, as mlx-lm does
         if response.finish_reason == "length":
-            self._show(self.state[0], len(self._held))
-        self._list_up_to(self._held[0][0]["index"] if self._held else self._num_tokens)
+            self._show(self.state[0], len(self._waiting))
+        self._list_up_to(self._waiting[0][0]["index"] if self._waiting else self._num_tokens)
 
     def take(self) -> dict[str, Any]:
         """Return the report of the tokens since the last call."""
@@ -281,11 +281,11 @@ class DraftReport:
         for shown_as, text in segments:
             self._show(shown_as, len(text))
         if len(segments) > 1:  # a mark or a stop word is complete: the letters are its own
-            self._held.clear()
+            self._waiting.clear()
 
     def _show(self, state: str, num_letters: int) -> None:
         for _ in range(num_letters):
-            token, letter = self._held.popleft()
+            token, letter = self._waiting.popleft()
             if state not in SHOWN:
                 continue
             self._list_up_to(token["index"])

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ..system.fields import check_kind
+from ..system.fields import check_type
 from ..system.progress import silent
 from .answer_stream import Document, RequestError
 from .body import check_body, read_arguments, shortened
@@ -104,22 +104,22 @@ def translated(body: Document) -> Document:
     """Translate a request whose tokens are counted; ``max_tokens`` may be missing."""
     chat: Document = {name: body[name] for name in SAME if name in body}
     chat["max_tokens"] = body.get("max_tokens", 1)
-    user = check_kind("metadata", body.get("metadata") or {}, dict).get("user_id")
+    user = check_type("metadata", body.get("metadata") or {}, dict).get("user_id")
     if user is not None:
-        chat["user"] = check_kind("metadata.user_id", user, str)
+        chat["user"] = check_type("metadata.user_id", user, str)
     if "stop_sequences" in body:
         chat["stop"] = body["stop_sequences"]
     said = _system(body.get("system", []))
-    for message in check_kind("messages", body.get("messages", []), list):
+    for message in check_type("messages", body.get("messages", []), list):
         said += _messages(message)
     chat["messages"] = with_one_system(said)
     if all(message["role"] == "system" for message in chat["messages"]):
         raise ValueError("the request has no messages.")
     if chat["messages"][-1]["role"] == "assistant":
         raise ValueError("the last message is not the user's: an answer cannot be gone on with.")
-    if tools := check_kind("tools", body.get("tools", []), list):
+    if tools := check_type("tools", body.get("tools", []), list):
         chat["tools"] = [_tool(tool) for tool in tools if not is_search(tool)]
-    chat |= _choice(body.get("tool_choice", {"type": "auto"})) | _form(body)
+    chat |= _choice(body.get("tool_choice", {"type": "auto"})) | _response_format(body)
     chat |= _thinking(body.get("thinking", {"type": "adaptive"}))
     check_fields(body, "messages", chat)
     check_body(chat, "messages")
@@ -137,8 +137,8 @@ def _blocks(content: Any, what: str) -> list[Document]:
 
 def _text(block: Document, what: str) -> str:
     if block.get("type") != "text" or not isinstance(block.get("text"), str):
-        kind = shortened(str(block.get("type")))
-        raise ValueError(f"{what} has a block of type {kind!r}: only text can be read here.")
+        block_type = shortened(str(block.get("type")))
+        raise ValueError(f"{what} has a block of type {block_type!r}: only text can be read here.")
     return str(block["text"])
 
 
@@ -183,15 +183,15 @@ def _assistant(blocks: Sequence[Document]) -> Document:
     thoughts = []
     calls = []
     for block in blocks:
-        kind = block.get("type")
-        if kind == "thinking":
+        block_type = block.get("type")
+        if block_type == "thinking":
             thoughts.append(str(block.get("thinking", "")))
-        elif kind == "tool_use":
+        elif block_type == "tool_use":
             function = {"name": block.get("name"), "arguments": block.get("input")}
             if not isinstance(function["name"], str) or not isinstance(block.get("input"), dict):
                 raise ValueError("a tool_use has no name, or an input that is no object.")
             calls.append({"id": block.get("id"), "type": "function", "function": function})
-        elif kind != "redacted_thinking":
+        elif block_type != "redacted_thinking":
             texts.append(_text(block, "a message"))
     message: Document = {"role": "assistant", "content": "\n\n".join(texts)}
     if any(thoughts):
@@ -213,23 +213,25 @@ def _tool(tool: Any) -> Document:
     return {"type": "function", "function": function}
 
 
-def _form(body: Document) -> Document:
+def _response_format(body: Document) -> Document:
     """Translate ``output_config.format``, or its older name ``output_format``."""
     config = body.get("output_config") or {}
-    form = body.get("output_format") or (isinstance(config, dict) and config.get("format"))
-    if not form:
+    output_format = body.get("output_format") or (
+        isinstance(config, dict) and config.get("format")
+    )
+    if not output_format:
         return {}
-    if not isinstance(form, dict) or form.get("type") != "json_schema":
+    if not isinstance(output_format, dict) or output_format.get("type") != "json_schema":
         raise ValueError("output_config.format is no object of type json_schema: give one.")
-    schema = {"schema": form.get("schema"), "strict": True}
+    schema = {"schema": output_format.get("schema"), "strict": True}
     return {"response_format": {"type": "json_schema", "json_schema": schema}}
 
 
 def _choice(choice: Any) -> Document:
-    name = check_kind("tool_choice", choice, dict).get("name")
+    name = check_type("tool_choice", choice, dict).get("name")
     named = {"type": "function", "function": {"name": name}}
-    kind = {"any": "required", "tool": named}
-    found: Document = {"tool_choice": kind.get(str(choice.get("type")), choice.get("type"))}
+    choices = {"any": "required", "tool": named}
+    found: Document = {"tool_choice": choices.get(str(choice.get("type")), choice.get("type"))}
     if choice.get("disable_parallel_tool_use"):
         found["parallel_tool_calls"] = False
     return found
@@ -237,11 +239,11 @@ def _choice(choice: Any) -> Document:
 
 def _thinking(thinking: Any) -> Document:
     """Translate ``thinking``: a budget in tokens after which thoughts end; 0 if disabled."""
-    kind = check_kind("thinking", thinking, dict).get("type")
-    if kind == "disabled":
+    mode = check_type("thinking", thinking, dict).get("type")
+    if mode == "disabled":
         return {"thinking_budget": 0}
-    if kind not in ("enabled", "adaptive"):
-        raise ValueError(f"thinking is {shortened(str(kind))}: enable or disable it.")
+    if mode not in ("enabled", "adaptive"):
+        raise ValueError(f"thinking is {shortened(str(mode))}: enable or disable it.")
     budget = thinking.get("budget_tokens")
     found: Document = {} if budget is None else {"thinking_budget": budget}
     return found | ({OMITTED: True} if thinking.get("display") == "omitted" else {})
@@ -264,8 +266,8 @@ def _end(session: ClientSession, last: Piece) -> Document:
     return {"stop_reason": reason, "stop_sequence": word}
 
 
-def _event(kind: str, **fields: Any) -> str:
-    return event_text({"type": kind} | fields, kind)
+def _event(event_type: str, **fields: Any) -> str:
+    return event_text({"type": event_type} | fields, event_type)
 
 
 class _Blocks:
@@ -276,15 +278,15 @@ class _Blocks:
         self._omits_thoughts = omits_thoughts
         self._is_open = False
 
-    def add(self, kind: str, text: str) -> Iterator[str]:
+    def add(self, block_type: str, text: str) -> Iterator[str]:
         """Add text or thoughts to the open block if it is of this kind, else to a new one."""
-        if not self._is_open or self.content[-1]["type"] != kind:
-            empty = {"signature": ""} if kind == "thinking" else {}
-            yield from self._open({"type": kind, kind: "", **empty})
-        if kind == "thinking" and self._omits_thoughts:
+        if not self._is_open or self.content[-1]["type"] != block_type:
+            empty = {"signature": ""} if block_type == "thinking" else {}
+            yield from self._open({"type": block_type, block_type: "", **empty})
+        if block_type == "thinking" and self._omits_thoughts:
             return
-        self.content[-1][kind] += text
-        yield self._delta(type=f"{kind}_delta", **{kind: text})
+        self.content[-1][block_type] += text
+        yield self._delta(type=f"{block_type}_delta", **{block_type: text})
 
     def call(self, call: Document) -> Iterator[str]:
         """Add a block for a whole call."""

@@ -22,8 +22,8 @@ from ..decoding.rules import RULES, check_rule_for_sampling
 from ..decoding.setup import AUTO, read_tree
 from ..drafters.earlier_answers import Scope
 from ..structured import Grammar
-from ..system.fields import check_kind, kind_of
-from .grammars import Form, read_form
+from ..system.fields import check_type, type_of
+from .grammars import Constraint, read_constraint
 from .request_fields import check_fields, is_search
 
 MAX_DRAFT_TOKENS = 64
@@ -50,7 +50,7 @@ class Bounds:
     def check(self, name: str, value: Any) -> None:
         """Raise ValueError unless ``value`` is a finite number in the range."""
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise ValueError(f"{name} is {kind_of(value)}: give a number.")
+            raise ValueError(f"{name} is {type_of(value)}: give a number.")
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"{name} is {value}: give a finite number.")
         if self.is_whole and not isinstance(value, int):
@@ -88,7 +88,7 @@ SCOPE = ("cache_salt", "user", "safety_identifier")
 """Fields that identify the owner of a request: only equal ones copy from each other."""
 NULLABLE = ("tree", "acceptance")  # null means chains, and the best rule
 NAMES = ("model", "draft_model")  # empty ones count as none
-KINDS: dict[type, tuple[str, ...]] = {
+TYPES: dict[type, tuple[str, ...]] = {
     dict: ("chat_template_kwargs", "role_mapping", "logit_bias", "stream_options"),
     list: ("tools",),
     str: ("model", "draft_model", "reasoning_effort", *SCOPE),
@@ -129,7 +129,7 @@ class PairArguments(GenerationArguments):
     is_stored: bool = True
     thinking_budget: int | None = None  # tokens after which thoughts are ended
     reasoning_effort: str | None = None
-    form: Form | None = None
+    constraint: Constraint | None = None
     grammar: Grammar | None = None  # of the form, once the tokenizer is known
 
 
@@ -148,7 +148,7 @@ def read_body(raw: bytes) -> dict[str, Any]:
     except ValueError as err:  # Python's own words tell programmers how to let it through
         raise ValueError("the request body holds a number of thousands of digits.") from err
     if not isinstance(body, dict):
-        raise ValueError(f"the request body is {kind_of(body)}: give a JSON object.")
+        raise ValueError(f"the request body is {type_of(body)}: give a JSON object.")
     fields = {name: v for name, v in body.items() if v is not None or name in NULLABLE}
     return {name: v for name, v in fields.items() if not (name in NAMES and v == "")}
 
@@ -164,9 +164,9 @@ def check_body(body: dict[str, Any], needed: str) -> dict[str, Any]:
             bounds.check(name, body[name])
             body[name] = body[name] if bounds.is_whole else float(body[name])
     _check_drafts(body)
-    for kind, names in KINDS.items():
+    for json_type, names in TYPES.items():
         for name in names:
-            check_kind(name, body.get(name, kind()), kind)
+            check_type(name, body.get(name, json_type()), json_type)
     for name in body.get("chat_template_kwargs", {}):
         if name in TEMPLATE_OPTIONS:
             raise ValueError(
@@ -178,9 +178,9 @@ def check_body(body: dict[str, Any], needed: str) -> dict[str, Any]:
         BIAS.check(f"logit_bias of {token}", bias)
     for name in ("include_usage", "include_draft"):
         value = body.get("stream_options", {}).get(name, False)
-        check_kind(f"stream_options.{name}", value, bool)
+        check_type(f"stream_options.{name}", value, bool)
     for tool in body.get("tools", []):
-        check_kind("a tool", tool, dict)
+        check_type("a tool", tool, dict)
     if any(map(is_search, body.get("tools", []))):
         body["tools"] = [tool for tool in body["tools"] if not is_search(tool)]
     _check_logprobs(body, needed)
@@ -261,7 +261,7 @@ def read_arguments(body: dict[str, Any], flags: Namespace, is_chat: bool) -> Pai
         keeps_space=not is_chat or goes_on,
         thinking_budget=get("thinking_budget"),
         reasoning_effort=get("reasoning_effort"),
-        form=read_form(body),
+        constraint=read_constraint(body),
     )
 
 
@@ -271,7 +271,7 @@ def read_prompts(body: dict[str, Any]) -> list[str | list[int]]:
     if isinstance(given, str):
         return [given]
     if not isinstance(given, list) or not given:
-        raise ValueError(f"prompt is {kind_of(given)}: give a string, tokens, or a list of these.")
+        raise ValueError(f"prompt is {type_of(given)}: give a string, tokens, or a list of these.")
     prompts = [given] if all(type(part) is int for part in given) else given
     for prompt in prompts:
         if isinstance(prompt, str):
@@ -290,7 +290,7 @@ def _check_drafts(body: dict[str, Any]) -> None:
         raise ValueError(f"num_draft_tokens is {_shown(length)}: give a number or 'auto'.")
     if length not in (None, AUTO):
         Bounds(0, MAX_DRAFT_TOKENS, is_whole=True).check("num_draft_tokens", length)
-    if tree is not None and check_kind("tree", tree, str) != AUTO:
+    if tree is not None and check_type("tree", tree, str) != AUTO:
         if len(tree) > MAX_TREE_TEXT:
             raise ValueError(f"the tree has {len(tree)} characters: give at most {MAX_TREE_TEXT}.")
         shape = read_tree(tree)
@@ -308,7 +308,7 @@ def _check_logprobs(body: dict[str, Any], needed: str) -> None:
     if needed == "prompt" and type(body.get("logprobs")) is int:
         Bounds(0, MAX_TOP, is_whole=True).check("logprobs", body["logprobs"])
     else:
-        check_kind("logprobs", body.get("logprobs", False), bool)
+        check_type("logprobs", body.get("logprobs", False), bool)
 
 
 def _check_promises(body: dict[str, Any]) -> None:
@@ -344,7 +344,7 @@ def _check_stop(stop: Any) -> None:
 def check_messages(messages: Any) -> None:
     """Raise ValueError unless the messages are a conversation in text."""
     if not isinstance(messages, list) or not messages:
-        raise ValueError(f"messages is {kind_of(messages)}: give a list of at least one message.")
+        raise ValueError(f"messages is {type_of(messages)}: give a list of at least one message.")
     if len(messages) > MAX_MESSAGES:
         raise ValueError(f"there are {len(messages)} messages: give at most {MAX_MESSAGES}.")
     for message in messages:
@@ -354,9 +354,9 @@ def check_messages(messages: Any) -> None:
         for part in content if isinstance(content, list) else []:
             _check_part(part)
         if not isinstance(content, (str, list)):
-            raise ValueError(f"a message's content is {kind_of(content)}: give a string.")
-        for call in check_kind("tool_calls", message.get("tool_calls") or [], list):
-            _check_call(check_kind("a tool call", call, dict).get("function") or {})
+            raise ValueError(f"a message's content is {type_of(content)}: give a string.")
+        for call in check_type("tool_calls", message.get("tool_calls") or [], list):
+            _check_call(check_type("a tool call", call, dict).get("function") or {})
 
 
 def _check_part(part: Any) -> None:
@@ -365,11 +365,11 @@ def _check_part(part: Any) -> None:
             "a message has a part that is not text, but images cannot be combined with a draft "
             "model: use mlx_lm.server for them."
         )
-    check_kind("the text of a message's part", part.get("text"), str)
+    check_type("the text of a message's part", part.get("text"), str)
 
 
 def _check_call(function: Any) -> None:
-    arguments = check_kind("the function of a tool call", function, dict).get("arguments")
+    arguments = check_type("the function of a tool call", function, dict).get("arguments")
     if isinstance(arguments, str) and arguments:
         try:
             json.loads(arguments)

@@ -136,8 +136,8 @@ class PairCache:
         text = np.array(tokens, np.int32)
         made = Snapshot(text, cache_type, can_trim(caches.target), salted(salt), caches)
         for other in self._of(made.salt):
-            is_held = other.caches is not None and other.is_longer(made)
-            if is_held and other.num_usable(text) == len(text):
+            is_loaded = other.caches is not None and other.is_longer(made)
+            if is_loaded and other.num_usable(text) == len(text):
                 self._use(other)  # and that is all that is needed
                 return
         for other in self._replaced_by(made):
@@ -157,11 +157,11 @@ class PairCache:
         self._look_into_folder()
         while (snapshot := self._nearest(wanted, salted(salt))) is not None:
             num_usable = snapshot.num_usable(wanted)
-            place = "memory" if snapshot.caches is not None else "disk"
+            storage = "memory" if snapshot.caches is not None else "disk"
             caches = self._load(snapshot)
             if caches is None:
                 continue  # it is gone
-            self.counts.hits[place] += 1
+            self.counts.hits[storage] += 1
             self._use(snapshot)
             got = shortened(caches, len(snapshot.tokens) - num_usable)
             self._make_room(snapshot)
@@ -235,17 +235,17 @@ class PairCache:
             return min(snapshots, key=lambda s: (s is newest, s.rank))
 
         for cache_type, num_kept in NUM_KEPT.items():
-            held = [s for s in self._held() if s.cache_type == cache_type]
-            while len(held) > self.max_size * num_kept:
-                held.remove(leaving := lowest(held))
+            loaded = [s for s in self._loaded() if s.cache_type == cache_type]
+            while len(loaded) > self.max_size * num_kept:
+                loaded.remove(leaving := lowest(loaded))
                 self._leave(leaving)
-        held = self._held()
-        while sum(s.caches.nbytes for s in held if s.caches is not None) > self.max_bytes:
-            held.remove(leaving := lowest(held))
+        loaded = self._loaded()
+        while sum(s.caches.nbytes for s in loaded if s.caches is not None) > self.max_bytes:
+            loaded.remove(leaving := lowest(loaded))
             self._leave(leaving)
         self._count()
 
-    def _held(self) -> list[Snapshot]:
+    def _loaded(self) -> list[Snapshot]:
         return [s for s in self._snapshots if s.caches is not None]
 
     def _leave(self, snapshot: Snapshot) -> None:
@@ -278,9 +278,9 @@ class PairCache:
         self._snapshots += files.values()
 
     def _count(self) -> None:
-        held = self._held()
-        self.counts.snapshots["memory"] = len(held)
-        self.counts.bytes["memory"] = sum(s.caches.nbytes for s in held if s.caches is not None)
+        loaded = self._loaded()
+        self.counts.snapshots["memory"] = len(loaded)
+        self.counts.bytes["memory"] = sum(s.caches.nbytes for s in loaded if s.caches is not None)
         if self.folder is not None:
             self.counts.snapshots["disk"], self.counts.bytes["disk"] = self.folder.measure()
 
@@ -291,8 +291,8 @@ def salted(salt: str) -> str:
 
 
 def _is_unsaved(snapshot: Snapshot) -> bool:
-    is_held = snapshot.caches is not None and snapshot.path is None
-    return is_held and not snapshot.is_unwritable
+    is_loaded = snapshot.caches is not None and snapshot.path is None
+    return is_loaded and not snapshot.is_unwritable
 
 
 def open_prompt_cache(args: Namespace) -> PairCache:

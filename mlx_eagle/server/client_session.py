@@ -40,28 +40,28 @@ class _Margin:
     def __init__(self, has_calls: bool):
         self._has_calls = has_calls
         self._has_text = False  # since the last call
-        self.held = ""
+        self.waiting = ""
 
     def add(self, text: str) -> str:
         """Return the text that can be shown, with what was held before it."""
-        self.held += text
-        if self._has_calls and not self._has_text and not self.held.strip():
+        self.waiting += text
+        if self._has_calls and not self._has_text and not self.waiting.strip():
             return ""
         self._has_text = True
         return self.at_end()
 
     def at_call(self) -> int:
         """Drop what is held; return the number of its letters."""
-        num_letters = len(self.held)
-        self.held = ""
+        num_letters = len(self.waiting)
+        self.waiting = ""
         self._has_text = False
         return num_letters
 
     def at_end(self) -> str:
         """Return what is held."""
-        held = self.held
-        self.held = ""
-        return held
+        waiting = self.waiting
+        self.waiting = ""
+        return waiting
 
 
 class ClientSession:
@@ -153,11 +153,11 @@ class ClientSession:
         for response in self._responses(progress):
             piece.responses.append(response)
             state, segments = _split(state, response)
-            for kind, text in segments:
-                if kind == "tool":
+            for segment_type, text in segments:
+                if segment_type == "tool":
                     self._drop(num_sent + len(piece.text), margin.at_call())
                     called += text
-                elif kind == "reasoning":
+                elif segment_type == "reasoning":
                     piece.text += margin.at_end()
                     piece.reasoning += text
                 else:
@@ -166,8 +166,8 @@ class ClientSession:
                         called = ""
                         has_called = True
                     piece.text += margin.add(text)
-                previous = kind
-            is_settled = previous != "tool" and not margin.held
+                previous = segment_type
+            is_settled = previous != "tool" and not margin.waiting
             if is_settled and (piece.text or piece.reasoning or piece.calls):
                 num_sent += 0 if is_stream else len(piece.text)
                 yield self._reported(piece) if is_stream else piece
@@ -250,9 +250,9 @@ def _split(state: Any, response: PairResponse) -> tuple[Any, list[tuple[str, str
     if response.finish_reason != "stop" or response.stop_word is not None:
         state, segments = TextStateMachine.split(state, response.text)
     if response.finish_reason == "stop":
-        state, kind = TextStateMachine.discard(state)
-        segments = [*segments, (kind, "")]
+        state, segment_type = TextStateMachine.discard(state)
+        segments = [*segments, (segment_type, "")]
     if response.finish_reason == "length":
-        state, rest, kind = TextStateMachine.flush(state)
-        segments = [*segments, (kind, rest)]
+        state, rest, segment_type = TextStateMachine.flush(state)
+        segments = [*segments, (segment_type, rest)]
     return state, segments

@@ -7,7 +7,7 @@ from typing import Any
 
 from mlx_lm.server import CompletionRequest
 
-from ..system.fields import check_kind
+from ..system.fields import check_type
 from .answer_stream import Document, PairResponse, RequestError, draft_usage
 from .body import PairArguments, check_messages, read_arguments, read_prompts, shortened
 from .client_session import ClientSession, Piece
@@ -44,13 +44,13 @@ class Answering:
         self._is_chat = requests[0].request_type == "chat"
         self._is_stream = bool(body.get("stream"))
         self._num_each = body.get("n", 1)
-        kind = "chat.completion" if self._is_chat else "text_completion"
+        object_type = "chat.completion" if self._is_chat else "text_completion"
         if self._is_chat and self._is_stream:
-            kind = "chat.completion.chunk"
+            object_type = "chat.completion.chunk"
         self._base = {
             "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid.uuid4()}",
             "system_fingerprint": FINGERPRINT,
-            "object": kind,
+            "object": object_type,
             "model": model_name(reply, body),
             "created": reply.created,
         }
@@ -250,9 +250,9 @@ def check_tokenize(body: Document) -> Document:
     if given[0] == "messages":
         check_messages(body["messages"])
     else:
-        check_kind(given[0], body[given[0]], str)
-    check_kind("chat_template_kwargs", body.get("chat_template_kwargs", {}), dict)
-    check_kind("tools", body.get("tools", []), list)
+        check_type(given[0], body[given[0]], str)
+    check_type("chat_template_kwargs", body.get("chat_template_kwargs", {}), dict)
+    check_type("tools", body.get("tools", []), list)
     return body
 
 

@@ -168,7 +168,7 @@ class Schedule:
         """The group for these draft settings, or a private one if it cannot share rounds."""
         args = active.args
         tree = active.tree
-        can_share = self._can_share and tree is None and not args.exact and not active.is_alone
+        can_share = self._can_share and tree is None and not args.exact and not active.is_single
         num_draft_tokens = args.num_draft_tokens if active.is_drafted else 0
         key = num_draft_tokens if can_share else active
         if key not in self._groups:
@@ -252,7 +252,7 @@ class Schedule:
                 self._fail(active, error)
                 continue
             with on_error(partial(self._fail, active)):
-                active.is_alone = True
+                active.is_single = True
                 self.factory.open_again(active)
                 self._reading.append(active)
 
@@ -334,9 +334,9 @@ class PairGenerator(ResponseGenerator):
         ``behind``: an earlier answer to the same prompt, for which the prompt is read first.
         """
         self.check_alive()
-        if args.form is not None:
+        if args.constraint is not None:
             with as_request_errors():
-                args.grammar = make_grammar(args.form, self.model_provider.tokenizer)
+                args.grammar = make_grammar(args.constraint, self.model_provider.tokenizer)
         answer = AnswerStream(self._open.discard)
         self._open.add(answer)
         queue = partial(self.requests.put, (answer, request, args))
@@ -400,8 +400,8 @@ class PairGenerator(ResponseGenerator):
         for i, (tokenized, args) in enumerate(orders.requests):
             if not is_first():
                 answers.append(AnswerStream(lambda answer: None))
-            if args.form is not None:
-                args.grammar = make_grammar(args.form, self.model_provider.tokenizer)
+            if args.constraint is not None:
+                args.grammar = make_grammar(args.constraint, self.model_provider.tokenizer)
             with on_error(answers[i].put):
                 self._begin(schedule, answers[i], tokenized, args)
         return not orders.is_stopping

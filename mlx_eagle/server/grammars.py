@@ -1,7 +1,7 @@
 """Grammars of requests, from ``response_format``, tools and ``grammar``.
 
-A checked body is read into ``Form``, a few texts; a grammar is made of it for the tokenizer that
-is served, and kept for the next request with the same form.
+A checked body is read into a ``Constraint``, a few texts. A grammar is made of it for the
+tokenizer that is served, and kept for the next request with the same constraint.
 """
 
 import json
@@ -13,7 +13,7 @@ from typing import Any
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..structured import Grammar, JSONSchema, Lark, Regex, embedded, read_schema
-from ..system.fields import check_kind
+from ..system.fields import check_type
 from .tool_calls import OfferedTool, write_calls
 
 KEPT = 16  # grammars: an agent asks for a few forms again and again
@@ -21,11 +21,11 @@ ANY_OBJECT = {"type": "object"}
 
 
 @dataclass(frozen=True)
-class Form:
-    """Form that an answer must have; in texts, so that equal forms can be recognised.
+class Constraint:
+    """Constraint on an answer, in texts: equal ones can be recognised.
 
-    ``schema`` is a JSON schema, ``grammar`` the kind ("regex" or "lark") and the text of the field
-    ``grammar``.
+    ``schema`` is a JSON schema, ``grammar`` the syntax ("regex" or "lark") and the text of the
+    field ``grammar``.
     """
 
     schema: str | None = None
@@ -36,12 +36,12 @@ class Form:
     calls_once: bool = False
 
 
-def read_form(body: Mapping[str, Any]) -> Form | None:
-    """Read the form that a request asks for; None if the text is free. Raises ValueError."""
+def read_constraint(body: Mapping[str, Any]) -> Constraint | None:
+    """Read the constraint that a request asks for; None if the text is free. Raises ValueError."""
     schema, is_strict = _schema(
-        check_kind("response_format", body.get("response_format") or {}, dict)
+        check_type("response_format", body.get("response_format") or {}, dict)
     )
-    grammar = _grammar(check_kind("grammar", body.get("grammar") or {}, dict))
+    grammar = _grammar(check_type("grammar", body.get("grammar") or {}, dict))
     if schema is not None and grammar is not None:
         raise ValueError("response_format and grammar exclude each other: give one of them.")
     tools, must_call = _tools(body.get("tools") or [], body.get("tool_choice", "auto"))
@@ -49,21 +49,21 @@ def read_form(body: Mapping[str, Any]) -> Form | None:
     calls_once = is_named or body.get("parallel_tool_calls", True) is False
     if grammar is not None and must_call:
         raise ValueError("grammar and a forced tool_choice exclude each other: give one of them.")
-    is_held = must_call or calls_once or any(strict for _, _, strict in tools)
-    if schema is None and grammar is None and not (tools and is_held):
+    is_constrained = must_call or calls_once or any(strict for _, _, strict in tools)
+    if schema is None and grammar is None and not (tools and is_constrained):
         return None
-    return Form(schema, is_strict, grammar, tools, must_call, calls_once)
+    return Constraint(schema, is_strict, grammar, tools, must_call, calls_once)
 
 
-def _schema(form: Mapping[str, Any]) -> tuple[str | None, bool]:
+def _schema(response_format: Mapping[str, Any]) -> tuple[str | None, bool]:
     """Read the schema of a ``response_format``, and whether it is strict."""
-    match form.get("type", "text"):
+    match response_format.get("type", "text"):
         case "text":
             return None, False
         case "json_object":
             return json.dumps(ANY_OBJECT), True
         case "json_schema":
-            inner = form.get("json_schema")
+            inner = response_format.get("json_schema")
             if isinstance(inner, dict) and isinstance(inner.get("schema"), dict):
                 return json.dumps(inner["schema"]), inner.get("strict") is True
             raise ValueError(
@@ -78,17 +78,17 @@ def _schema(form: Mapping[str, Any]) -> tuple[str | None, bool]:
 def _grammar(field: Mapping[str, Any]) -> tuple[str, str] | None:
     if not field:
         return None
-    kinds = [kind for kind in ("regex", "lark") if isinstance(field.get(kind), str)]
-    if len(kinds) != 1 or len(field) != 1:
+    syntaxes = [syntax for syntax in ("regex", "lark") if isinstance(field.get(syntax), str)]
+    if len(syntaxes) != 1 or len(field) != 1:
         raise ValueError('grammar is neither {"regex": "..."} nor {"lark": "..."}.')
-    return kinds[0], field[kinds[0]]
+    return syntaxes[0], field[syntaxes[0]]
 
 
 def _tools(tools: Sequence[Any], choice: Any) -> tuple[tuple[OfferedTool, ...], bool]:
     """Read the tools that may be called, and whether one of them must be."""
     found = []
     for tool in tools:
-        function = check_kind("a tool's function", tool.get("function") or {}, dict)
+        function = check_type("a tool's function", tool.get("function") or {}, dict)
         parameters = json.dumps(function.get("parameters") or ANY_OBJECT)
         found.append((str(function.get("name")), parameters, function.get("strict") is True))
     if choice in ("auto", "none"):
@@ -107,20 +107,20 @@ def _tools(tools: Sequence[Any], choice: Any) -> tuple[tuple[OfferedTool, ...], 
 
 
 @lru_cache(KEPT)
-def make_grammar(form: Form, tokenizer: TokenizerWrapper) -> Grammar:
-    """Make the grammar that enforces ``form``. Raises ValueError if it is not possible."""
-    if form.grammar is not None:
-        kind, text = form.grammar
-        return (Regex if kind == "regex" else Lark)(text, tokenizer)
-    if form.schema is not None and not form.tools:
-        return JSONSchema(form.schema, tokenizer, strict=form.is_strict)
+def make_grammar(constraint: Constraint, tokenizer: TokenizerWrapper) -> Grammar:
+    """Make the grammar that enforces ``constraint``. Raises ValueError if it is not possible."""
+    if constraint.grammar is not None:
+        syntax, text = constraint.grammar
+        return (Regex if syntax == "regex" else Lark)(text, tokenizer)
+    if constraint.schema is not None and not constraint.tools:
+        return JSONSchema(constraint.schema, tokenizer, strict=constraint.is_strict)
     # Calls in the format that mlx-lm reads, and what may be said instead.
-    has_text = form.schema is None and not form.must_call
-    rules = write_calls(form.tools, tokenizer, form.calls_once, has_text)
-    if form.must_call:
+    has_text = constraint.schema is None and not constraint.must_call
+    rules = write_calls(constraint.tools, tokenizer, constraint.calls_once, has_text)
+    if constraint.must_call:
         start = ["start: calls"]
-    elif form.schema is not None:
-        schema = embedded(read_schema(form.schema), form.is_strict)
+    elif constraint.schema is not None:
+        schema = embedded(read_schema(constraint.schema), constraint.is_strict)
         start = ["start: said | calls", f"said: %json {schema}"]
     else:
         start = ["start: text? | calls"]

@@ -31,7 +31,7 @@ from .request_fields import ignored_fields
 from .request_framing import HeadLines, check_head, has_body, read_body_of
 
 LARGE = 2**16  # bytes of a body; larger ones are read into fields one after the other
-PARTS = Path(__file__).parent / "web"
+PAGE_FILES = Path(__file__).parent / "web"
 SCRIPTS = ("code.js", "markdown.js", "answer.js", "stream.js", "strip.js", "settings.js",
            "conversations.js", "undo.js", "chat.js", "race.js", "main.js")  # fmt: skip
 PAGE_TYPE = "text/html; charset=utf-8"
@@ -40,10 +40,10 @@ TRUSTED_TYPES = "require-trusted-types-for 'script'; trusted-types 'none'"  # no
 
 def page(settings: dict[str, Any]) -> tuple[bytes, dict[str, str]]:
     """Return the page and its headers; its script reads ``settings``."""
-    style = (PARTS / "page.css").read_text(encoding="utf-8")
-    scripts = "".join((PARTS / name).read_text(encoding="utf-8") for name in SCRIPTS)
+    style = (PAGE_FILES / "page.css").read_text(encoding="utf-8")
+    scripts = "".join((PAGE_FILES / name).read_text(encoding="utf-8") for name in SCRIPTS)
     script = f'"use strict";\n(() => {{\n{scripts}}})();\n'
-    document = (PARTS / "page.html").read_text(encoding="utf-8")
+    document = (PAGE_FILES / "page.html").read_text(encoding="utf-8")
     values = html.escape(json.dumps(settings), quote=True)
     for name, text in (("style", style), ("script", script), ("settings", values)):
         document = document.replace(f"{{{{{name}}}}}", text, 1)

@@ -28,9 +28,9 @@ def module_digest(module: nn.Module) -> str:
     factors = mx.arange(PIECE, dtype=mx.uint32) * mx.array(FACTOR, mx.uint32)
     factors = (factors ^ (factors >> 15)) | 1
     lines = []
-    for path, part in sorted(module.named_modules(), key=lambda named: named[0]):
-        lines.append(f"{path}: {type(part).__qualname__}")
-        values = {**vars(part), **part}
+    for path, inner in sorted(module.named_modules(), key=lambda named: named[0]):
+        lines.append(f"{path}: {type(inner).__qualname__}")
+        values = {**vars(inner), **inner}
         for name in sorted(values.keys() - OWN):
             lines += _lines(f"{path}.{name}", values[name], factors)
     return digest(*lines)
@@ -62,8 +62,8 @@ def _lines(name: str, value: Any, factors: mx.array) -> Iterator[str]:
     elif isinstance(value, bool | int | float | str | None):
         yield f"{name} = {value!r}"
     else:  # a function, say: its address would be another after each start
-        kind = getattr(value, "__qualname__", type(value).__qualname__)
-        yield f"{name} is {kind}"
+        type_name = getattr(value, "__qualname__", type(value).__qualname__)
+        yield f"{name} is {type_name}"
 
 
 def _sums(array: mx.array, factors: mx.array) -> list[int]:

@@ -17,10 +17,10 @@ OF_THREAD = ("system", "tools")
 def check_thread(body: Document) -> None:
     """Raise ValueError for a field ``thread`` that is none."""
     thread = body.get("thread", {"type": "create"})
-    kind = thread.get("type") if isinstance(thread, dict) else None
-    if kind not in ("create", "continue"):
+    thread_type = thread.get("type") if isinstance(thread, dict) else None
+    if thread_type not in ("create", "continue"):
         raise ValueError('thread is unknown: give {"type": "create"} or "continue".')
-    if kind == "continue" and not isinstance(thread.get("previous_message_id"), str):
+    if thread_type == "continue" and not isinstance(thread.get("previous_message_id"), str):
         raise ValueError("thread has no previous_message_id: name the answer to continue from.")
 
 

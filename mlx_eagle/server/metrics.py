@@ -70,7 +70,7 @@ class RequestOutcome(StrEnum):
         return cls.REFUSED if status < 500 else cls.FAILED
 
 
-def _places() -> dict[str, int]:
+def _by_storage() -> dict[str, int]:
     return {"memory": 0, "disk": 0}
 
 
@@ -78,10 +78,10 @@ def _places() -> dict[str, int]:
 class CacheCounts:
     """Counts of cache hits since the server was started, and of caches kept now."""
 
-    hits: dict[str, int] = field(default_factory=_places)
+    hits: dict[str, int] = field(default_factory=_by_storage)
     misses: int = 0
-    snapshots: dict[str, int] = field(default_factory=_places)
-    bytes: dict[str, int] = field(default_factory=_places)
+    snapshots: dict[str, int] = field(default_factory=_by_storage)
+    bytes: dict[str, int] = field(default_factory=_by_storage)
 
 
 class Metrics:
@@ -174,10 +174,10 @@ def _by_position(values: Sequence[float]) -> dict[str, float]:
 
 def _family(name: str, text: str, values: Values) -> str:
     """Format a metric with its help, type and values."""
-    kind = "counter" if name.endswith("_total") else "gauge"
-    kind = "histogram" if name == FIRST_TOKEN else kind
+    metric_type = "counter" if name.endswith("_total") else "gauge"
+    metric_type = "histogram" if name == FIRST_TOKEN else metric_type
     full = f"mlx_eagle_{name}"
     samples = values if isinstance(values, Mapping) else {"": values}
-    lines = [f"# HELP {full} {text}", f"# TYPE {full} {kind}"]
+    lines = [f"# HELP {full} {text}", f"# TYPE {full} {metric_type}"]
     lines += [f"{full}{behind} {value}" for behind, value in samples.items()]
     return "\n".join(lines) + "\n"

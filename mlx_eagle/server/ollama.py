@@ -16,7 +16,7 @@ from mlx_lm.server import CompletionRequest
 from mlx_lm.utils import get_total_parameters
 
 from ..system.device import weight_bytes
-from ..system.fields import check_kind
+from ..system.fields import check_type
 from ..system.progress import silent
 from .answer_stream import Document, RequestError, on_error, told_as
 from .body import check_body, read_arguments, shortened
@@ -40,7 +40,7 @@ def error_document(error: RequestError) -> Document:
 
 def check_chat(body: Document) -> Document:
     """Translate a request to /api/chat. Raises ValueError."""
-    messages = check_kind("messages", body.get("messages", []), list)
+    messages = check_type("messages", body.get("messages", []), list)
     chat = _translated(body)
     if messages:
         chat["messages"] = with_one_system(_messages(messages))
@@ -51,7 +51,7 @@ def check_chat(body: Document) -> Document:
 def check_generate(body: Document) -> Document:
     """Translate a request to /api/generate: a chat of one question, or with ``raw`` a text."""
     chat = _translated(body)
-    prompt, system = (check_kind(name, body.get(name, ""), str) for name in ("prompt", "system"))
+    prompt, system = (check_type(name, body.get(name, ""), str) for name in ("prompt", "system"))
     if prompt and body.get("raw"):
         chat["prompt"] = prompt
         check_body(chat, "prompt")
@@ -64,21 +64,21 @@ def check_generate(body: Document) -> Document:
 
 def check_show(body: Document) -> Document:
     """Check a request for the properties of a model. Raises ValueError."""
-    check_kind("model", body.get("model", body.get("name", "")), str)
+    check_type("model", body.get("model", body.get("name", "")), str)
     return body
 
 
 def _translated(body: Document) -> Document:
     """Translate all fields but those that hold the prompt."""
     chat: Document = {name: body[name] for name in SAME if name in body}
-    options = check_kind("options", body.get("options", {}), dict)
+    options = check_type("options", body.get("options", {}), dict)
     options = {name: value for name, value in options.items() if value is not None}
     if isinstance(options.get("seed"), int) and options["seed"] < 0:  # any seed
         del options["seed"]
     chat |= {name: options[name] for name in (*SAME, "stop") if name in options}
     check_fields(options, "options", chat)
     check_fields(body, "ollama", chat)
-    check_kind("stream", body.get("stream", True), bool)
+    check_type("stream", body.get("stream", True), bool)
     return chat
 
 
@@ -91,7 +91,7 @@ def _messages(messages: Sequence[Any]) -> list[Document]:
             raise ValueError("a message is something else than an object with a role.")
         if message.get("images"):
             raise ValueError("a message has images: only text can be read here.")
-        content = check_kind("a message's content", message.get("content") or "", str)
+        content = check_type("a message's content", message.get("content") or "", str)
         said: Document = {"role": message["role"], "content": content}
         if isinstance(message.get("thinking"), str) and message["thinking"]:
             said["reasoning_content"] = message["thinking"]
@@ -225,11 +225,11 @@ def show(reply: Reply, body: Document) -> None:
     """Send the properties of the model. Raises RequestError where it is not served."""
     provider = reply.provider
     model_name(reply, {"model": body.get("model") or body.get("name") or provider.name})
-    kind = _kind(provider)
-    info = {"general.architecture": kind, "general.basename": provider.name}
+    family = _family(provider)
+    info = {"general.architecture": family, "general.basename": provider.name}
     info["general.parameter_count"] = get_total_parameters(provider.model)
     if provider.context is not None:
-        info[f"{kind}.context_length"] = provider.context
+        info[f"{family}.context_length"] = provider.context
     tokenizer = provider.tokenizer
     able = {"tools": tokenizer.has_tool_calling, "thinking": tokenizer.has_thinking}
     reply.send_json({
@@ -243,7 +243,7 @@ def show(reply: Reply, body: Document) -> None:
     })  # fmt: skip
 
 
-def _kind(provider: PairProvider) -> str:
+def _family(provider: PairProvider) -> str:
     return str(getattr(getattr(provider.model, "args", None), "model_type", "unknown"))
 
 
@@ -252,12 +252,12 @@ def _details(provider: PairProvider) -> Document:
     bits = next((module.bits for module in modules if hasattr(module, "bits")), None)
     weights: Any = tree_flatten(provider.model.parameters())
     dtype = next((w.dtype for _, w in weights if mx.issubdtype(w.dtype, mx.floating)), None)
-    kind = _kind(provider)
+    family = _family(provider)
     return {
         "parent_model": "",
         "format": "mlx",
-        "family": kind,
-        "families": [kind],
+        "family": family,
+        "families": [family],
         "parameter_size": f"{get_total_parameters(provider.model) / 1e9:.1f}B",
         "quantization_level": f"{bits} bits" if bits else str(dtype).removeprefix("mlx.core."),
     }

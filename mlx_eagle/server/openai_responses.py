@@ -13,7 +13,7 @@ from typing import Any
 
 from mlx_lm.server import CompletionRequest
 
-from ..system.fields import check_kind
+from ..system.fields import check_type
 from ..system.progress import silent
 from .answer_stream import Document, RequestError, on_error, told_as
 from .body import PairArguments, check_body, read_arguments, shortened
@@ -52,9 +52,9 @@ def check(body: Document) -> Document:
     for name, instead in OTHER_NAMES.items():
         if name in body:
             raise ValueError(f"{name} is not a field of /v1/responses: give {instead}.")
-    for kind, names in TYPES.items():
+    for json_type, names in TYPES.items():
         for name in names:
-            check_kind(name, body.get(name, kind()), kind)
+            check_type(name, body.get(name, json_type()), json_type)
     if body.get("truncation", "disabled") not in ("auto", "disabled"):
         raise ValueError("truncation is unknown: give 'auto' or 'disabled'.")
     chat: Document = {name: body[name] for name in SAME if name in body}
@@ -66,7 +66,7 @@ def check(body: Document) -> Document:
         chat["logprobs"] = True
     if "effort" in body.get("reasoning", {}):
         chat["reasoning_effort"] = body["reasoning"]["effort"]
-    chat |= _form(body.get("text", {})) | _tools(body)
+    chat |= _response_format(body.get("text", {})) | _tools(body)
     check_fields(body, "responses", chat)
     check_body(chat, "messages")
     return {"asked": body, "chat": chat}
@@ -94,8 +94,10 @@ def _text(content: Any, what: str) -> str:
     for part in _objects(content, what):
         text = part.get("refusal" if part.get("type") == "refusal" else "text")
         if part.get("type") in ("input_image", "input_file") or not isinstance(text, str):
-            kind = shortened(str(part.get("type")))
-            raise ValueError(f"{what} has a part of type {kind!r}: only text can be read here.")
+            part_type = shortened(str(part.get("type")))
+            raise ValueError(
+                f"{what} has a part of type {part_type!r}: only text can be read here."
+            )
         texts.append(text)
     return "\n\n".join(texts)
 
@@ -104,8 +106,8 @@ def _messages(items: Sequence[Document]) -> list[Document]:
     """Translate items to messages; thoughts, text and calls of an answer become one message."""
     messages: list[Document] = []
     for item in items:
-        kind = item.get("type", "message")
-        if kind == "reasoning":
+        item_type = item.get("type", "message")
+        if item_type == "reasoning":
             lists = (
                 _objects(item.get(name) or [], f"the {name} of a reasoning item")
                 for name in ("summary", "content")
@@ -116,18 +118,20 @@ def _messages(items: Sequence[Document]) -> list[Document]:
                 answer = _answer_for(messages, ("content", "tool_calls"))
                 known = answer.get("reasoning_content")
                 answer["reasoning_content"] = f"{known}\n\n{thoughts}" if known else thoughts
-        elif kind == "function_call":
+        elif item_type == "function_call":
             answer = _answer_for(messages, ())
             answer.setdefault("tool_calls", []).append(_call(item))
-        elif kind == "function_call_output":
+        elif item_type == "function_call_output":
             if not isinstance(item.get("call_id"), str):
                 raise ValueError("a function_call_output has no call_id.")
             result = _text(item.get("output"), "a function_call_output")
             messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": result})
-        elif kind == "message":
+        elif item_type == "message":
             _add_message(messages, item)
         else:
-            raise ValueError(f"input has an item of type {shortened(str(kind))!r}: leave it out.")
+            raise ValueError(
+                f"input has an item of type {shortened(str(item_type))!r}: leave it out."
+            )
     return messages
 
 
@@ -160,13 +164,13 @@ def _call(item: Document) -> Document:
     return {"id": item["call_id"], "type": "function", "function": function}
 
 
-def _form(text: Document) -> Document:
+def _response_format(text: Document) -> Document:
     """Translate the field ``text``."""
-    form = text.get("format")
-    if isinstance(form, dict) and form.get("type") == "json_schema":
-        schema = {name: value for name, value in form.items() if name != "type"}
-        form = {"type": "json_schema", "json_schema": schema}
-    return {} if form is None else {"response_format": form}
+    text_format = text.get("format")
+    if isinstance(text_format, dict) and text_format.get("type") == "json_schema":
+        schema = {name: value for name, value in text_format.items() if name != "type"}
+        text_format = {"type": "json_schema", "json_schema": schema}
+    return {} if text_format is None else {"response_format": text_format}
 
 
 def _tools(body: Document) -> Document:
@@ -346,7 +350,7 @@ class _Events:
             for each in tool.get("tools", [])
         }  # fmt: skip
         self._number = 0
-        self._kind: TextPart | None = None  # of the part that is open
+        self._spec: TextPart | None = None  # of the part that is open
         self._texts: list[str] = []  # of that part
         self._logprobs: list[Document] = []
 
@@ -407,36 +411,36 @@ class _Events:
         self._output.append(item | named)
         return self._item_event("added")
 
-    def _add(self, kind: TextPart, text: str, logprobs: Sequence[Document] = ()) -> Iterator[str]:
+    def _add(self, spec: TextPart, text: str, logprobs: Sequence[Document] = ()) -> Iterator[str]:
         """Add text to the open item if it is of this kind, else to a new one."""
-        if self._kind is not kind:
+        if self._spec is not spec:
             yield from self._close()
-            lists: Document = {"summary": []} if kind is not TEXT else {"role": "assistant"}
-            item = {"type": kind.item, "content": []} | lists
-            yield self._open(item, "msg" if kind is TEXT else "rs")
-            self._kind = kind
+            lists: Document = {"summary": []} if spec is not TEXT else {"role": "assistant"}
+            item = {"type": spec.item, "content": []} | lists
+            yield self._open(item, "msg" if spec is TEXT else "rs")
+            self._spec = spec
             self._texts = []
             self._logprobs = []
-            yield self._of_item(f"{kind.part_event}.added", **{kind.index: 0}, part=kind.empty)
+            yield self._of_item(f"{spec.part_event}.added", **{spec.index: 0}, part=spec.empty)
         self._texts.append(text)
         self._logprobs += logprobs
-        more = {"logprobs": logprobs} if kind is TEXT else {}
-        yield self._of_item(f"{kind.text_event}.delta", **{kind.index: 0}, delta=text, **more)
+        more = {"logprobs": logprobs} if spec is TEXT else {}
+        yield self._of_item(f"{spec.text_event}.delta", **{spec.index: 0}, delta=text, **more)
 
     def _close(self, status: str = "completed") -> Iterator[str]:
         """End the item that is open."""
-        kind = self._kind
+        spec = self._spec
         item = self._output[-1] if self._output else {}
-        if kind is None:
+        if spec is None:
             return
-        self._kind = None
+        self._spec = None
         text = "".join(self._texts)
-        more = {"logprobs": self._logprobs} if kind is TEXT else {}
-        part = kind.empty | {"text": text} | more
-        item[kind.field] = [part]
+        more = {"logprobs": self._logprobs} if spec is TEXT else {}
+        part = spec.empty | {"text": text} | more
+        item[spec.field] = [part]
         item["status"] = status
-        yield self._of_item(f"{kind.text_event}.done", **{kind.index: 0}, text=text, **more)
-        yield self._of_item(f"{kind.part_event}.done", **{kind.index: 0}, part=part)
+        yield self._of_item(f"{spec.text_event}.done", **{spec.index: 0}, text=text, **more)
+        yield self._of_item(f"{spec.part_event}.done", **{spec.index: 0}, part=part)
         yield self._item_event("done")
 
     def _add_call(self, call: Document) -> Iterator[str]:

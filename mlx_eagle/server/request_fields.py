@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..system.fields import check_kind
+from ..system.fields import check_type
 
 OWN = (
     "model", "draft_model", "stream", "temperature", "top_p", "top_k", "min_p", "seed",
@@ -77,36 +77,36 @@ SEARCH = re.compile(r"web_(search|fetch)\w*")
 """Types of tools that search the web on others' servers: no model is told of them here."""
 
 
-def check_fields(body: Mapping[str, Any], kind: str, chat: dict[str, Any]) -> None:
+def check_fields(body: Mapping[str, Any], api: str, chat: dict[str, Any]) -> None:
     """Add to ``chat`` what a request means by other servers' names of the fields of a chat.
 
-    ``kind`` is a key of ``KNOWN``. Raises ValueError for what is refused.
+    ``api`` is a key of ``KNOWN``. Raises ValueError for what is refused.
     """
-    for name in sorted(body.keys() - KNOWN[kind]):
+    for name in sorted(body.keys() - KNOWN[api]):
         if name in REFUSED and not any(body[name] == neutral for neutral in REFUSED[name]):
             raise ValueError(f"{name} is not supported: leave it out.")
         for other, value in MAPPED.get(name, _nothing)(body[name]).items():
             if other == "chat_template_kwargs":
-                value = {**check_kind(other, chat.get(other, {}), dict), **value}
+                value = {**check_type(other, chat.get(other, {}), dict), **value}
             elif other in chat:
                 raise ValueError(f"{name} and {other} exclude each other: give one of them.")
             chat[other] = value
 
 
-def ignored_fields(body: Mapping[str, Any], kind: str) -> list[str]:
+def ignored_fields(body: Mapping[str, Any], api: str) -> list[str]:
     """List the fields of a request without effect on its answer, and the tools."""
-    heeded = KNOWN[kind] | MAPPED.keys() | REFUSED.keys()
+    heeded = KNOWN[api] | MAPPED.keys() | REFUSED.keys()
     tools = body["tools"] if isinstance(body.get("tools"), list) else []
     searches = [f"the tool {tool['type']}" for tool in tools if is_search(tool)]
-    options = body.get("options") if kind == "ollama" else None
+    options = body.get("options") if api == "ollama" else None
     inner = ignored_fields(options, "options") if isinstance(options, dict) else []
     return [*sorted(body.keys() - heeded), *inner, *searches]
 
 
 def is_search(tool: Any) -> bool:
     """Whether a tool is a search of the web, which is never called here."""
-    kind = tool.get("type") if isinstance(tool, dict) else None
-    return isinstance(kind, str) and SEARCH.fullmatch(kind) is not None
+    tool_type = tool.get("type") if isinstance(tool, dict) else None
+    return isinstance(tool_type, str) and SEARCH.fullmatch(tool_type) is not None
 
 
 def _nothing(value: Any) -> dict[str, Any]:
@@ -124,8 +124,8 @@ def _schema(value: Any) -> dict[str, Any]:
         schema = json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError) as err:
         raise ValueError(f"the schema is not JSON ({err}).") from err
-    form = {"type": "json_schema", "json_schema": {"schema": schema, "strict": True}}
-    return {"response_format": form}
+    response_format = {"type": "json_schema", "json_schema": {"schema": schema, "strict": True}}
+    return {"response_format": response_format}
 
 
 def _regex(value: Any) -> dict[str, Any]:
@@ -142,18 +142,18 @@ def _words(value: Any) -> dict[str, Any]:
 
 def _structure(value: Any) -> dict[str, Any]:
     """Translate vLLM's ``structured_outputs``."""
-    kinds: dict[str, Callable[[Any], dict[str, Any]]] = {
+    readers: dict[str, Callable[[Any], dict[str, Any]]] = {
         "json": _schema,
         "regex": _regex,
         "choice": _words,
         "json_object": lambda is_one: _format("json" if is_one else ""),
     }
-    fields = check_kind("structured_outputs", value, dict)
+    fields = check_type("structured_outputs", value, dict)
     given = {k: v for k, v in fields.items() if v is not None}
-    if len(given) != 1 or not given.keys() <= kinds.keys():
-        raise ValueError(f"structured_outputs has not one of {', '.join(kinds)}: give one.")
-    ((kind, held),) = given.items()
-    return kinds[kind](held)
+    if len(given) != 1 or not given.keys() <= readers.keys():
+        raise ValueError(f"structured_outputs has not one of {', '.join(readers)}: give one.")
+    ((name, inner),) = given.items()
+    return readers[name](inner)
 
 
 def _format(value: Any) -> dict[str, Any]:
@@ -174,13 +174,13 @@ def _think(value: Any) -> dict[str, Any]:
 
 def _thinking(value: Any) -> dict[str, Any]:
     """Translate ``thinking`` of a chat, as the servers of DeepSeek and GLM have it."""
-    kind = check_kind("thinking", value, dict).get("type")
-    return {"thinking_budget": 0} if kind == "disabled" else {}
+    mode = check_type("thinking", value, dict).get("type")
+    return {"thinking_budget": 0} if mode == "disabled" else {}
 
 
 def _reasoning(value: Any) -> dict[str, Any]:
     """Translate ``reasoning`` of a chat, as routers have it."""
-    effort = check_kind("reasoning", value, dict).get("effort")
+    effort = check_type("reasoning", value, dict).get("effort")
     return {} if effort is None else {"reasoning_effort": effort}
 
 

@@ -27,7 +27,7 @@ class StoredResponses(Kept):
         with self._lock:
             there = (each["id"] for each in (*complete, *response["output"]))
             here = {item: name for item in there if isinstance(item, str)}  # clients name theirs
-            known = {item: held for item, held in self._holders.items() if held in self._kept}
+            known = {item: own for item, own in self._holders.items() if own in self._kept}
             self._holders = known | here
 
     def resolve(self, items: Sequence[Document]) -> list[Document]:
@@ -79,8 +79,8 @@ class StoredResponses(Kept):
 
 def is_reference(item: Document) -> bool:
     """Whether an item only names another; then it need not say its type. Raises ValueError."""
-    kind = item.get("type")
-    if kind != "item_reference" and (kind is not None or item.keys() - {"id", "type"}):
+    item_type = item.get("type")
+    if item_type != "item_reference" and (item_type is not None or item.keys() - {"id", "type"}):
         return False
     if not isinstance(item.get("id"), str):
         raise ValueError("an item_reference has no id.")
@@ -89,10 +89,10 @@ def is_reference(item: Document) -> bool:
 
 def _complete(item: Document) -> Document:
     """Complete an item as OpenAI's server shows it: with a name, and texts in parts."""
-    kind = item.get("type", "message")
-    prefix = "msg" if kind == "message" else "item"
-    found = {"id": f"{prefix}_{uuid.uuid4().hex}"} | item | {"type": kind}
-    if kind == "message" and isinstance(item.get("content"), str):
+    item_type = item.get("type", "message")
+    prefix = "msg" if item_type == "message" else "item"
+    found = {"id": f"{prefix}_{uuid.uuid4().hex}"} | item | {"type": item_type}
+    if item_type == "message" and isinstance(item.get("content"), str):
         part = "output_text" if item["role"] == "assistant" else "input_text"
         found["content"] = [{"type": part, "text": item["content"]}]
     return found

@@ -184,7 +184,7 @@ class _Writer:
 
     def _samples(self) -> list[str]:
         """Return texts of values, at least one of which has the type that a parser expects."""
-        return ["7", *(form.replace("TEXT", "b") for form in self.row.strings)]
+        return ["7", *(spelling.replace("TEXT", "b") for spelling in self.row.strings)]
 
     def _read(self, name: str, arguments: str) -> Any:
         """Parse a call with these arguments; None if the result is not that call."""
@@ -268,8 +268,8 @@ class _Writer:
             raise UnwritableCall(f"a value of the type {min(types - in_json)}")
         if types:
             is_all = types == self._types(schema)
-            held = schema if is_all else {"allOf": [schema, {"type": sorted(types)}]}
-            parts.append(f"{self._json(held)} {self._literal(tail)}")
+            narrowed = schema if is_all else {"allOf": [schema, {"type": sorted(types)}]}
+            parts.append(f"{self._json(narrowed)} {self._literal(tail)}")
         if not parts:
             raise UnwritableCall("a schema that nothing satisfies")
         self._rules.append(f"{name}: " + " | ".join(parts))
@@ -279,8 +279,8 @@ class _Writer:
         """List the alternatives for strings written without the quotes of JSON."""
         content = self._content(schema)
         found = []
-        for form in self.row.strings:
-            head, end = form.split("TEXT")
+        for spelling in self.row.strings:
+            head, end = spelling.split("TEXT")
             if content is None or read(f"{head}a b{end}") != "a b":
                 continue
 

@@ -165,8 +165,8 @@ def remove_orphans(drafts: Iterable[Path]) -> None:
         with suppress(OSError):  # locked, or no locks here: not known to be an orphan
             lock = os.open(draft, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
-                kind = os.fstat(lock).st_mode
-                if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):
+                mode = os.fstat(lock).st_mode
+                if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
                     continue  # a pipe, say, which nobody here has made
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if draft.is_dir():

@@ -111,12 +111,12 @@ def find_editor() -> Path:
         files = distribution(EDITOR).files or ()
     except PackageNotFoundError:
         files = []
-    places = [Path(str(file.locate())) for file in files if file.name == EDITOR]
+    paths = [Path(str(file.locate())) for file in files if file.name == EDITOR]
     if named := shutil.which(EDITOR):
-        places.append(Path(named))
-    for place in places:
-        if place.is_file():
-            return place
+        paths.append(Path(named))
+    for path in paths:
+        if path.is_file():
+            return path
     raise PackageNotFoundError(EDITOR)
 
 

@@ -25,26 +25,26 @@ GROUP_SIZES = (32, 64, 128)
 """Numbers that share a scale."""
 
 
-def read_number(kind: type, text: str) -> Any:
+def read_number(make: type, text: str) -> Any:
     """For ``type=`` of a flag, with the kind bound: the int or the float that ``text`` says."""
     try:
-        return kind(text)
+        return make(text)
     except ValueError as err:
-        what = "a whole number" if kind is int else "a number"
+        what = "a whole number" if make is int else "a number"
         raise argparse.ArgumentTypeError(f"{text!r} is not {what}") from err
 
 
-READERS: dict[Any, Any] = {kind: partial(read_number, kind) for kind in (int, float)}
+READERS: dict[Any, Any] = {make: partial(read_number, make) for make in (int, float)}
 
 
 def layer_numbers(text: str) -> tuple[int, ...]:
     """For ``type=`` of a flag: "2,16,29" -> (2, 16, 29)"""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdigit() and len(part) < 10 for part in parts):
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isascii() and word.isdigit() and len(word) < 10 for word in words):
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a list of layers: give numbers from 0 on with commas, as in 2,16,29"
         )
-    return tuple(map(int, parts))
+    return tuple(map(int, words))
 
 
 class Parser(argparse.ArgumentParser):
@@ -63,7 +63,7 @@ class Parser(argparse.ArgumentParser):
         found, unknown = self.parse_known_args(given, namespace)
         if unknown:
             word = unknown[0]
-            self.error(_no_flag(word, flags) if word[0] == "-" else _alone(word, given, flags))
+            self.error(_no_flag(word, flags) if word[0] == "-" else _stray(word, given, flags))
         return found
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
@@ -89,7 +89,7 @@ def _no_flag(name: str, flags: list[str]) -> str:
     return f"there is no flag {name}{suggestion(name, flags)}"
 
 
-def _alone(word: str, given: list[str], flags: list[str]) -> str:
+def _stray(word: str, given: list[str], flags: list[str]) -> str:
     """The complaint about a word that belongs to no flag: quotes are probably missing."""
     end = given.index(word)
     begin = max((i for i, each in enumerate(given[:end]) if each in flags), default=end)

@@ -49,9 +49,9 @@ def number_above(low: float, high: float = math.inf) -> FieldType:
     return FieldType(words, lambda v: is_number(v) and low < v <= high and is_finite(v))
 
 
-def list_of(kind: FieldType, words: str) -> FieldType:
+def list_of(each: FieldType, words: str) -> FieldType:
     return FieldType(
-        f"a list of {words}", lambda v: isinstance(v, list | tuple) and all(map(kind.holds, v))
+        f"a list of {words}", lambda v: isinstance(v, list | tuple) and all(map(each.holds, v))
     )
 
 
@@ -80,17 +80,17 @@ FILE_NAME = FieldType(
 )
 
 
-def kind_of(value: Any) -> str:
+def type_of(value: Any) -> str:
     """The JSON type of a value, in words."""
     names = {bool: "a boolean", str: "a string", list: "a list", dict: "an object"}
     names |= {int: "a number", float: "a number", type(None): "null"}
     return names[type(value)]
 
 
-def check_kind(name: str, value: Any, kind: type) -> Any:
+def check_type(name: str, value: Any, wanted: type) -> Any:
     """The value, if it is of that kind; ValueError, which names it, if it is not."""
-    if not isinstance(value, kind):
-        raise ValueError(f"{name} is {kind_of(value)}: give {kind_of(kind())}.")
+    if not isinstance(value, wanted):
+        raise ValueError(f"{name} is {type_of(value)}: give {type_of(wanted())}.")
     return value
 
 
@@ -100,8 +100,8 @@ def shown(value: Any) -> str:
     {"a": [1, 2]} -> {"a": [1, 2]};  "x" * 999 -> "xxx...;  nested too deeply to print -> its type
     """
     if isinstance(value, list | tuple | Mapping) and len(value) > LONGEST_SHOWN:
-        kind = "object" if isinstance(value, Mapping) else "list"
-        return f"{'an' if kind == 'object' else 'a'} {kind} of {len(value)} entries"
+        noun = "object" if isinstance(value, Mapping) else "list"
+        return f"{'an' if noun == 'object' else 'a'} {noun} of {len(value)} entries"
     if isinstance(value, str):
         value = value[: LONGEST_SHOWN + 1]
     try:
@@ -132,8 +132,8 @@ def check(values: Mapping[str, Any], table: Table, where: str | Path, prefix: st
         value = values.get(key)
         if value is None:
             continue
-        kind = expected if isinstance(expected, FieldType) else OBJECT
-        if not kind.holds(value):
-            raise ValueError(f"{where}: {prefix}{key} is {shown(value)}, expected {kind.words}")
+        wanted = expected if isinstance(expected, FieldType) else OBJECT
+        if not wanted.holds(value):
+            raise ValueError(f"{where}: {prefix}{key} is {shown(value)}, expected {wanted.words}")
         if not isinstance(expected, FieldType):
             check(value, expected, where, f"{prefix}{key}.")

@@ -91,10 +91,10 @@ def fetch(repo: str, patterns: Sequence[str], revision: str | None = None) -> Pa
         return Path(snapshot_download(repo, revision=revision, allow_patterns=list(patterns)))
 
 
-def snapshot_of(place: str) -> tuple[str, str | None]:
+def snapshot_of(path: str) -> tuple[str, str | None]:
     """The repository and the commit of a folder in the hub's cache; any other place as it is."""
-    found = SNAPSHOT.fullmatch(place)
-    return (place, None) if found is None else (f"{found[1]}/{found[2]}", found[3])
+    found = SNAPSHOT.fullmatch(path)
+    return (path, None) if found is None else (f"{found[1]}/{found[2]}", found[3])
 
 
 def read_range(repo: str, name: str, start: int, end: int, commit: str) -> tuple[bytes, int]:
@@ -127,10 +127,10 @@ def _existing(source: str) -> Path | None:
         )
     try:
         path = Path(source).expanduser()
-        kind = path.stat().st_mode
+        mode = path.stat().st_mode
     except (OSError, RuntimeError):  # none, a part that is too long, or nobody's home
         return None
-    if not (stat.S_ISDIR(kind) or stat.S_ISREG(kind)):
+    if not (stat.S_ISDIR(mode) or stat.S_ISREG(mode)):
         raise ValueError(f"{source} is a device or a pipe: give the folder of a model")
     return path
 

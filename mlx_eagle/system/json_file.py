@@ -98,10 +98,10 @@ def read_published(path: Path) -> dict[str, Any]:
 
 def read_weight_map(path: Path) -> dict[str, str]:
     """The ``weight_map`` of an index file: the file of each tensor, beside the index."""
-    places = read_object(path).get("weight_map", {})
-    if not isinstance(places, dict):
-        raise ValueError(f"{path}: weight_map is {shown(places)}, expected an object")
-    for name in places.values():
+    files = read_object(path).get("weight_map", {})
+    if not isinstance(files, dict):
+        raise ValueError(f"{path}: weight_map is {shown(files)}, expected an object")
+    for name in files.values():
         if not FILE_NAME.holds(name):
             raise ValueError(f"{path}: weight_map names {shown(name)}, expected {FILE_NAME.words}")
-    return places
+    return files

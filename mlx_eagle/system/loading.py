@@ -49,7 +49,7 @@ def load(
     folder = find_target(path_or_hf_repo) if whole or num_ranks() == 1 else None
     try:
         if folder is None:
-            model, tokenizer = _load_part(path_or_hf_repo, tokenizer_config, pipeline, **options)
+            model, tokenizer = _load_shard(path_or_hf_repo, tokenizer_config, pipeline, **options)
         else:
             model, tokenizer = mlx_lm.load(
                 str(folder), tokenizer_config=tokenizer_config, lazy=True, **options
@@ -62,7 +62,7 @@ def load(
     return model, tokenizer
 
 
-def _load_part(
+def _load_shard(
     name: str,
     tokenizer_config: dict[str, Any] | None,
     pipeline: bool,

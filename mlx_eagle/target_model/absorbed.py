@@ -68,7 +68,7 @@ class AbsorbedAttention:
         return array
 
     def names_in(self, method: FunctionType) -> dict[str, Any]:
-        """Globals to replace in a method with both forms, by name."""
+        """Globals to replace in a method that can absorb, by name."""
         used = set(method.__code__.co_names)
         # Who chooses columns gathers them for a single row, and masks all others for several.
         chooses = {"put_along_axis", "take_along_axis"} <= used
@@ -93,10 +93,10 @@ class AbsorbedAttention:
         """
         options = {"cache": cache, "scale": scale, **more}
         joined = self._made.get(id(keys))
-        parts = joined.source if joined and joined.by is mx.concatenate else [keys]
-        by_keys = self._made.get(id(parts[0]))
-        found = (self._made.get(id(part)) for part in parts[1:])
-        shared = [part.source for part in found if part and part.by is mx.broadcast_to]
+        sources = joined.source if joined and joined.by is mx.concatenate else [keys]
+        by_keys = self._made.get(id(sources[0]))
+        found = (self._made.get(id(made)) for made in sources[1:])
+        shared = [made.source for made in found if made and made.by is mx.broadcast_to]
         by_values = self._made.get(id(values))
         picked = self._picked
         self._forget()
@@ -104,7 +104,7 @@ class AbsorbedAttention:
             by_keys is None
             or by_values is None
             or by_keys.source is not by_values.source
-            or len(shared) < len(parts) - 1
+            or len(shared) < len(sources) - 1
             or not _is_less(queries.shape[2], by_keys, values, picked)
         ):
             return attend(queries, keys, values, mask=mask, **options)
@@ -204,7 +204,7 @@ class NotedProjection(nn.Module):
         return self._absorbed.note(own(x, *args, **kwargs), x, own)
 
 
-def has_both_forms(method: Any) -> bool:
+def can_absorb(method: Any) -> bool:
     """Whether a method that attends makes keys and values of a latent by mlx-lm's modules."""
     return set(PROJECTIONS) <= set(method.__code__.co_names)
 
@@ -214,6 +214,6 @@ def find_projections(model: nn.Module) -> list[nn.Module]:
     return [
         module[name]
         for module in find_attention(model)
-        if has_both_forms(type(module).__call__)
+        if can_absorb(type(module).__call__)
         for name in PROJECTIONS
     ]

@@ -19,7 +19,7 @@ MOST_FORCED_ROWS = 8  # above, MLX takes a fused kernel by itself wherever one i
 
 
 @dataclass
-class AttentionParts:
+class AttentionOptions:
     """Whether rows are cut, whether a kernel is forced, and whether there was anything to do so.
 
     State of one generation. ``most_rows`` maps a head dimension and a number of query heads per
@@ -74,8 +74,8 @@ def no_kernel(head_dim: int, heads_per_key: int) -> int:
     return 0
 
 
-def attend_in_parts(
-    parts: AttentionParts,
+def attend_with_options(
+    options: AttentionOptions,
     queries: mx.array,
     keys: Any,
     values: Any,
@@ -98,34 +98,34 @@ def attend_in_parts(
         return whole()  # quantized, or a head of two widths: there is no kernel for either
     _, num_heads, num_rows, head_dim = queries.shape
     if isinstance(mask, mx.array):
-        mask = parts.for_heads(mask, num_heads)
+        mask = options.for_heads(mask, num_heads)
     num_keys = keys.shape[2]
-    limit = parts.most_rows(head_dim, 1)
-    most = parts.most_rows(head_dim, num_heads // keys.shape[1])
+    limit = options.most_rows(head_dim, 1)
+    most = options.most_rows(head_dim, num_heads // keys.shape[1])
     if limit == 0 < most and num_keys >= LEAST_KEYS:
         limit = MOST_CUT
-    parts.matters |= 0 < most < limit
-    parts.falls_off |= most < MOST_FORCED_ROWS
-    if parts.is_forced and max(most, 1) < num_rows <= MOST_FORCED_ROWS:
+    options.matters |= 0 < most < limit
+    options.falls_off |= most < MOST_FORCED_ROWS
+    if options.is_forced and max(most, 1) < num_rows <= MOST_FORCED_ROWS:
         # Before parts: tried after them, it has to be faster than they are.
         with suppress(ValueError):  # there is none for these heads
             return mx.fast.scaled_dot_product_attention(
                 queries, keys, values, scale=scale, mask=mask, sinks=sinks, force_fused=True
             )
-    if not parts.is_on or not 0 < most < num_rows <= limit:
+    if not options.is_on or not 0 < most < num_rows <= limit:
         return whole()
     out = []
     for start in range(0, num_rows, most):
         end = min(start + most, num_rows)
         seen = num_keys
-        part_mask = mask
+        rows_mask = mask
         if isinstance(mask, str):  # causal: what comes after the last row of the part is not seen
             seen = num_keys - num_rows + end
-            part_mask = mask if end - start > 1 else None
+            rows_mask = mask if end - start > 1 else None
         elif mask is not None and mask.shape[-2] > 1:
-            part_mask = mask[..., start:end, :]
+            rows_mask = mask[..., start:end, :]
         rows = queries[:, :, start:end]
         k = keys[:, :, :seen]
         v = values[:, :, :seen]
-        out.append(attend(rows, k, v, cache=cache, scale=scale, mask=part_mask, sinks=sinks))
+        out.append(attend(rows, k, v, cache=cache, scale=scale, mask=rows_mask, sinks=sinks))
     return mx.concatenate(out, axis=2)

@@ -22,7 +22,7 @@ def cache_bytes(model: nn.Module, num_tokens: int) -> int:
     """
     pairs = _pairs(model, SHORT)
     lengths = SHORT
-    if any(not _has_keys(one) and _held(one) != _held(two) for one, two in pairs):
+    if any(not _has_keys(one) and _bytes(one) != _bytes(two) for one, two in pairs):
         pairs = _pairs(model, LONG)
         lengths = LONG
     return sum(_size(one, two, lengths, num_tokens) for one, two in pairs)
@@ -57,13 +57,13 @@ def _size(one: Any, two: Any, lengths: tuple[int, int], num_tokens: int) -> int:
         limits = [limit for name in LIMITS if (limit := getattr(one, name, None)) is not None]
         kept: int = min([num_tokens, *limits])
         room: int = one.keys.shape[2]
-        return _held(one) // room * kept
+        return _bytes(one) // room * kept
     short, long = lengths
-    return _held(one) + (_held(two) - _held(one)) * (num_tokens - short) // (long - short)
+    return _bytes(one) + (_bytes(two) - _bytes(one)) * (num_tokens - short) // (long - short)
 
 
-def _held(cache: Any) -> int:
+def _bytes(cache: Any) -> int:
     """Bytes of a cache as it is, with the room that keys and values have to grow."""
     arrays = [cache.keys, cache.values] if _has_keys(cache) else cache.state
-    held: Any = tree_flatten(arrays)  # a list, as no destination is given
-    return sum(array.nbytes for _, array in held if isinstance(array, mx.array))
+    leaves: Any = tree_flatten(arrays)  # a list, as no destination is given
+    return sum(array.nbytes for _, array in leaves if isinstance(array, mx.array))

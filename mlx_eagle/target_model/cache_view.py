@@ -63,20 +63,20 @@ class WindowCache(RotatingKVCache):
 
     def _make_room(self, keys: mx.array, values: mx.array) -> None:
         """Make new arrays with all that a row may still see, and room for these rows and more."""
-        held = min(self._idx, self.max_size + self.most_rows)
+        num_kept = min(self._idx, self.max_size + self.most_rows)
         room = STEP + keys.shape[2]
 
         def grown(array: mx.array | None, rows: mx.array) -> mx.array:
             blank = mx.zeros((*rows.shape[:2], room, rows.shape[3]), rows.dtype)
             if array is None:
                 return blank
-            return mx.concatenate([array[..., self._idx - held : self._idx, :], blank], axis=2)
+            return mx.concatenate([array[..., self._idx - num_kept : self._idx, :], blank], axis=2)
 
         grown_keys = grown(self.keys, keys)
         grown_values = grown(self.values, values)
         self.keys = grown_keys
         self.values = grown_values
-        self._idx = held
+        self._idx = num_kept
 
     def newest(self, num_rows: int) -> tuple[mx.array, mx.array]:
         """The last ``num_rows`` entries."""
@@ -111,12 +111,12 @@ def close_windows(caches: Sequence[Any]) -> None:
     for cache in single_caches(caches):
         if type(cache) is not WindowCache:
             continue
-        held = min(cache.offset, cache.max_size)
+        num_kept = min(cache.offset, cache.max_size)
         if cache.keys is not None:
             # Copied, or the columns beside the window would stay in memory with it.
-            parts = tuple(mx.contiguous(array) for array in cache.newest(held))
-            cache.keys, cache.values = parts if held > 0 else (None, None)
-        cache._idx = held
+            arrays = tuple(mx.contiguous(array) for array in cache.newest(num_kept))
+            cache.keys, cache.values = arrays if num_kept > 0 else (None, None)
+        cache._idx = num_kept
         for name in ("most_rows", "num_seen"):
             cache.__dict__.pop(name, None)
         cache.__class__ = stock
@@ -151,7 +151,7 @@ class CacheView:
             num_rows = min(cache.offset, cache.max_size)
             return cache.newest(num_rows)
         if type(cache) is RotatingKVCache:
-            keys, values = (cache._temporal_order(part) for part in (cache.keys, cache.values))
+            keys, values = (cache._temporal_order(array) for array in (cache.keys, cache.values))
             surplus = keys.shape[2] - cache.max_size  # left by a pass of several rows
             return cache._trim(surplus, keys), cache._trim(surplus, values)
         if type(cache) in IN_ORDER:
@@ -167,8 +167,8 @@ def _arrays(cache: Any) -> list[mx.array]:
     """Keys and values of a cache that is not empty, unpacked."""
     if not isinstance(cache, QuantizedKVCache):
         return [cache.keys, cache.values]
-    parts: tuple[Any, Any] = (cache.keys, cache.values)
+    arrays: tuple[Any, Any] = (cache.keys, cache.values)
     return [
         mx.dequantize(packed, scales, biases, group_size=cache.group_size, bits=cache.bits)
-        for packed, scales, biases in parts
+        for packed, scales, biases in arrays
     ]

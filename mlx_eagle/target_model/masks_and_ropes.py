@@ -56,11 +56,11 @@ def tree_masks(caches: list[Any], tree_mask: mx.array, depths: mx.array) -> Iter
             del cache._tree_rows
 
 
-def positions_held(num_held: int, length: int, keep: int) -> mx.array:
+def slot_positions(num_slots: int, length: int, keep: int) -> mx.array:
     """Positions (num_held,) of the first ``keep`` of ``length`` entries and the latest others."""
-    index = mx.arange(num_held)
+    index = mx.arange(num_slots)
     return (
-        index if num_held == length else mx.where(index < keep, index, index + length - num_held)
+        index if num_slots == length else mx.where(index < keep, index, index + length - num_slots)
     )
 
 
@@ -97,7 +97,7 @@ class _TreeMask:
         num_before = min(self.max_size - 1, self.offset)
         tree_mask, depths = self._tree_rows
         rows = self.offset + depths
-        positions = mx.concatenate([positions_held(num_before, self.offset, self.keep), rows])
+        positions = mx.concatenate([slot_positions(num_before, self.offset, self.keep), rows])
         distance = rows[:, None] - positions[None]
         before = mx.ones((N, num_before), mx.bool_)
         mask = mx.concatenate([before, tree_mask], axis=1)
@@ -111,8 +111,8 @@ class _TreeMask:
 
 
 _TREE_CACHES: dict[type, type] = {
-    kind: type(f"Tree{kind.__name__}", (_TreeMask, kind), {})
-    for kind in (KVCache, QuantizedKVCache, RotatingKVCache, WindowCache)
+    each: type(f"Tree{each.__name__}", (_TreeMask, each), {})
+    for each in (KVCache, QuantizedKVCache, RotatingKVCache, WindowCache)
 }
 
 MASKED = tuple(_TREE_CACHES)
@@ -198,8 +198,8 @@ class PositionedRope(nn.Module):
         self, x: mx.array, depths: mx.array, offset: int = 0, **kwargs: Any
     ) -> mx.array:
         # (1, H, R, D) -> (R, H, 1, D): one batch entry per row, each with an offset of its own.
-        places = depths + offset
-        rows: mx.array = super().__call__(x.transpose(2, 1, 0, 3), offset=places, **kwargs)
+        positions = depths + offset
+        rows: mx.array = super().__call__(x.transpose(2, 1, 0, 3), offset=positions, **kwargs)
         return rows.transpose(2, 1, 0, 3)
 
     def _row_by_row(self, x: mx.array, offset: int = 0) -> mx.array:

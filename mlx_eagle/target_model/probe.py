@@ -45,7 +45,7 @@ def check_trees(model: nn.Module, caches: list[Any]) -> None:
         )
     for cache in caches:
         if type(cache) not in MASKED:
-            names = ", ".join(kind.__name__ for kind in MASKED if kind is not WindowCache)
+            names = ", ".join(each.__name__ for each in MASKED if each is not WindowCache)
             raise ValueError(
                 f"tree drafts need caches whose rows can be gathered ({names}), but this target's "
                 f"include {type(cache).__name__}: leave the tree out and draft chains."
@@ -99,12 +99,12 @@ def _probe(model: nn.Module) -> tuple[float, float, float]:
         tree = _logits(stand_in.model, [root, left, right, below], cache)
     first = _logits(model, [root, left, below, last], deepcopy(before))
     second = _logits(model, [root, right, last, end], deepcopy(before))
-    parts = [_logits(model, tokens, before) for tokens in ([root], [left, below, last])]
-    alone = mx.stack([first[0], first[1], second[1], first[2]])
+    halves = [_logits(model, tokens, before) for tokens in ([root], [left, below, last])]
+    single = mx.stack([first[0], first[1], second[1], first[2]])
     return (
-        float(mx.abs(tree - alone).max()),
-        float(mx.abs(mx.concatenate(parts) - first).max()),
-        float(mx.abs(alone).max()),
+        float(mx.abs(tree - single).max()),
+        float(mx.abs(mx.concatenate(halves) - first).max()),
+        float(mx.abs(single).max()),
     )
 
 
@@ -156,14 +156,14 @@ def _probe_batch(
     tokens = [vocab_size * i // 11 for i in range(2, 11)]
     texts = [(tokens[:4], tokens[4:]), (tokens[6:7], tokens[3:])]
     shared = RaggedCaches(mask_axes)
-    alone = []
+    single = []
     for (prefix, rows), skipped in zip(texts, num_cut, strict=True):
         cache = make_prompt_cache(model)
         _logits(model, prefix, cache)
         shared.join(cache)
         if skipped:
             _logits(model, rows[:skipped], cache)
-        alone.append(_logits(model, rows[skipped : skipped + num_rows], deepcopy(cache)))
+        single.append(_logits(model, rows[skipped : skipped + num_rows], deepcopy(cache)))
     if any(num_cut):
         target = Target(model)
         caches = shared.open()
@@ -171,7 +171,7 @@ def _probe_batch(
         with target.recording(caches, size, shared.keep_updates):
             target.batch(mx.array([rows[:size] for _, rows in texts]), caches)
         shared.advance(num_cut)
-    expected = mx.stack(alone)
+    expected = mx.stack(single)
     following = [rows[n : n + num_rows] for (_, rows), n in zip(texts, num_cut, strict=True)]
     logits = model(mx.array(following), cache=shared.open())
     mx.eval(logits)
@@ -180,7 +180,7 @@ def _probe_batch(
     text = [*prefix, *rows[: num_cut[0] + num_rows]]
     whole = _logits(model, text, make_prompt_cache(model))[-num_rows:]
     scale = _greatest(expected) or 1.0  # a model may say nothing at all of these tokens
-    noise = 2 * _greatest(whole - alone[0]) / scale
+    noise = 2 * _greatest(whole - single[0]) / scale
     limit = min(max(noise, LEAST_NOISE), MOST_NOISE)
     return _greatest(logits - expected) <= limit * scale
 

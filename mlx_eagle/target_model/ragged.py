@@ -89,25 +89,25 @@ class RaggedList:
     """A layer that keeps several caches, as a ``CacheList``; its methods are ``RaggedStates``'."""
 
     def __init__(self, cache: CacheList, make: Callable[[Any], Any]):
-        self._parts = [make(part) for part in cache.caches]
+        self._members = [make(member) for member in cache.caches]
 
     def begin(self) -> CacheList:
-        return CacheList(*[part.begin() for part in self._parts])
+        return CacheList(*[member.begin() for member in self._members])
 
     def advance(self, kept: KeptRows, updates: StateUpdates | None) -> None:
-        for part in self._parts:
-            part.advance(kept, updates)
+        for member in self._members:
+            member.advance(kept, updates)
 
     def join(self, cache: CacheList, num_others: int) -> None:
-        for part, own in zip(self._parts, cache.caches, strict=True):
-            part.join(own, num_others)
+        for member, own in zip(self._members, cache.caches, strict=True):
+            member.join(own, num_others)
 
     def keep(self, index: mx.array) -> None:
-        for part in self._parts:
-            part.keep(index)
+        for member in self._members:
+            member.keep(index)
 
     def extract(self, index: int) -> CacheList:
-        return CacheList(*[part.extract(index) for part in self._parts])
+        return CacheList(*[member.extract(index) for member in self._members])
 
 
 SLACK = 16  # columns by which a ring is larger than its window, or as many as a pass needs
@@ -164,7 +164,7 @@ class RowLengths:
         """The lengths (B,) with ``num_rows`` more rows."""
         return self.once(("after", num_rows), lambda: self.offset + num_rows)
 
-    def places(self, num_rows: int) -> mx.array:
+    def positions(self, num_rows: int) -> mx.array:
         """The positions (B, R) of a pass's rows."""
         return self.once(("places", num_rows), lambda: self.offset[:, None] + mx.arange(num_rows))
 
@@ -182,12 +182,12 @@ class RowLengths:
 
         def make() -> mx.array:
             batch, num_heads, num_columns, size = shape
-            columns = self.places(num_rows) if ring is None else self.places(num_rows) % ring
+            columns = self.positions(num_rows) if ring is None else self.positions(num_rows) % ring
             large = batch * num_heads * num_columns * size >= 2**31
-            kind = mx.int64 if large else mx.int32
-            buffers = mx.arange(batch * num_heads, dtype=kind).reshape(batch, num_heads, 1)
-            rows = buffers * num_columns + columns[:, None].astype(kind)
-            return (rows[..., None] * size + mx.arange(size, dtype=kind)).reshape(-1)
+            dtype = mx.int64 if large else mx.int32
+            buffers = mx.arange(batch * num_heads, dtype=dtype).reshape(batch, num_heads, 1)
+            rows = buffers * num_columns + columns[:, None].astype(dtype)
+            return (rows[..., None] * size + mx.arange(size, dtype=dtype)).reshape(-1)
 
         return self.once(("flat_index", shape, num_rows, ring), make)
 
@@ -200,13 +200,13 @@ class RowLengths:
                 # What a column holds: the last position before the end that belongs there.
                 last = self.after(num_rows)[:, None] - 1
                 columns = last - (last - columns) % ring
-            held = columns if columns.ndim == 1 else columns[:, None, None]
-            rows = self.places(num_rows)[:, None, :, None]
-            mask = held <= rows
+            slots = columns if columns.ndim == 1 else columns[:, None, None]
+            rows = self.positions(num_rows)[:, None, :, None]
+            mask = slots <= rows
             if window is not None:
-                mask = mask & (held > rows - window)
+                mask = mask & (slots > rows - window)
             if columns.ndim > 1:
-                mask = mask & (held >= 0)
+                mask = mask & (slots >= 0)
             return mask if self._mask_axes == 4 else mask[:, None]
 
         return self.once(("mask", num_rows, ring, window), make)
@@ -257,12 +257,12 @@ class RaggedCache:
         """
         width = self._rows.width(0, self._ring)
         last = self._rows.offset[:, None, None, None] - 1
-        held = mx.arange(width)
+        slots = mx.arange(width)
         if self._ring is not None:
-            held = last - (last - held) % self._ring
-        mask = (held <= last) & (held >= 0)
+            slots = last - (last - slots) % self._ring
+        mask = (slots <= last) & (slots >= 0)
         if self.max_size is not None:
-            mask = mask & (held > last - self.max_size)
+            mask = mask & (slots > last - self.max_size)
         return self.keys[..., :width, :], self.values[..., :width, :], mask
 
     @property
@@ -314,15 +314,15 @@ class RaggedCache:
         length = self._rows.lengths[index]
         if self.keys is None or length == 0:
             return cache
-        held = length if self.max_size is None else min(length, self.max_size)
-        columns = mx.arange(length - held, length)
+        num_kept = length if self.max_size is None else min(length, self.max_size)
+        columns = mx.arange(length - num_kept, length)
         if self._ring is not None:
             columns = columns % self._ring
         cache.keys = mx.take(self.keys[index : index + 1], columns, axis=2)
         cache.values = mx.take(self.values[index : index + 1], columns, axis=2)
         cache.offset = length
         if isinstance(cache, RotatingKVCache):
-            cache._idx = held
+            cache._idx = num_kept
         return cache
 
     @property
@@ -359,8 +359,8 @@ class RaggedCache:
             return
         columns = mx.arange(self._columns(self._rows.longest))
         last = self._rows.offset[:, None] - 1
-        held = mx.maximum(last - (last - columns) % ring, 0) % before
-        index = mx.minimum(held, self._num_columns - 1)[:, None, :, None]
+        slots = mx.maximum(last - (last - columns) % ring, 0) % before
+        index = mx.minimum(slots, self._num_columns - 1)[:, None, :, None]
         self.keys = mx.take_along_axis(self.keys, index, axis=2)
         self.values = mx.take_along_axis(self.values, index, axis=2)
 
@@ -371,8 +371,8 @@ class RaggedCache:
             back = num_columns - length
             return mx.pad(entries, [(0, 0), (0, 0), (front, back), (0, 0)])
         columns = mx.arange(num_columns)
-        places = length - 1 - (length - 1 - columns) % self._ring
-        index = mx.maximum(places - (length - entries.shape[2]), 0)
+        positions = length - 1 - (length - 1 - columns) % self._ring
+        index = mx.maximum(positions - (length - entries.shape[2]), 0)
         return mx.take(entries, index, axis=2)
 
     def _written(self, buffers: mx.array | None, rows: mx.array) -> mx.array:

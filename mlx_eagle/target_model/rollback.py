@@ -196,8 +196,8 @@ def check_supported(caches: Sequence[Any], whose: str) -> None:
     """Raise ValueError naming the first cache that cannot be rolled back exactly, or go on."""
     for cache in single_caches(caches):
         if type(cache) not in RULES:
-            kinds = [kind for kind in (*RULES, CacheList) if kind is not WindowCache]
-            names = ", ".join(kind.__name__ for kind in kinds)
+            known = [each for each in (*RULES, CacheList) if each is not WindowCache]
+            names = ", ".join(each.__name__ for each in known)
             raise ValueError(
                 f"the {whose} uses a {type(cache).__name__}, which speculative decoding cannot "
                 f"roll back exactly (it can: {names}); generate without a draft model."

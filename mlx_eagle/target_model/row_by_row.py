@@ -62,7 +62,7 @@ APPENDED = (KVCache, QuantizedKVCache, ConcatenateKVCache)
 def checkpoint_of_rows(caches: list[Any], is_tree: bool) -> Checkpoint:
     """A checkpoint before a pass of ``run_rows``, back to any of its rows without another pass."""
     cut = () if is_tree else APPENDED
-    rules = {kind: rule if kind in cut else StepRollback for kind, rule in RULES.items()}
+    rules = {each: rule if each in cut else StepRollback for each, rule in RULES.items()}
     return Checkpoint(caches, rules=rules)
 
 

@@ -24,8 +24,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from .absorbed import AbsorbedAttention, NotedProjection, find_projections, has_both_forms
-from .attention import NAME, AttentionParts, attend_in_parts, find_attention, no_kernel
+from .absorbed import AbsorbedAttention, NotedProjection, can_absorb, find_projections
+from .attention import NAME, AttentionOptions, attend_with_options, find_attention, no_kernel
 from .masks_and_ropes import PositionedRope, RowPositions, find_ropes, named_modules, tree_masks
 from .states import StateRecorder, is_recurrent
 
@@ -44,9 +44,9 @@ def with_names(method: FunctionType, names: dict[str, Any]) -> FunctionType:
     return copy
 
 
-def methods_of(kind: type) -> dict[str, FunctionType]:
+def methods_of(module_type: type) -> dict[str, FunctionType]:
     """The methods that a class of modules does not have from MLX."""
-    own = [base for base in reversed(kind.__mro__) if issubclass(base, nn.Module)]
+    own = [base for base in reversed(module_type.__mro__) if issubclass(base, nn.Module)]
     return {
         name: method
         for base in own[1:]
@@ -56,7 +56,7 @@ def methods_of(kind: type) -> dict[str, FunctionType]:
 
 
 class StandIn:
-    """A copy of ``model`` whose rotary embeddings go by ``positions``, its attention by ``parts``.
+    """A copy of ``model`` whose rotary embeddings go by ``positions``.
 
     What its recurrent layers do with their states can be recorded by ``states``.
 
@@ -72,7 +72,7 @@ class StandIn:
         most_rows: Callable[[int, int], int] = no_kernel,
     ):
         self.positions = RowPositions()
-        self.parts = AttentionParts(most_rows)
+        self.attention = AttentionOptions(most_rows)
         self.absorbed = AbsorbedAttention()
         self.states = StateRecorder()
         ropes = find_ropes(model)
@@ -97,24 +97,24 @@ class StandIn:
     ) -> list[tuple[nn.Module, dict[str, Any]]]:
         """The modules of a model, except ``ropes``, with the methods that must change in each."""
         attention = {id(module) for module in find_attention(model)}
-        of_kind: dict[tuple[type, bool], dict[str, Any]] = {}
+        by_type: dict[tuple[type, bool], dict[str, Any]] = {}
         found = {}
         for _, module in named_modules(model):
             key = type(module), id(module) in attention
-            if key not in of_kind:
-                of_kind[key] = self._methods(*key)
-            if of_kind[key] and not any(module is rope for rope in ropes):
-                found[id(module)] = module, of_kind[key]
+            if key not in by_type:
+                by_type[key] = self._methods(*key)
+            if by_type[key] and not any(module is rope for rope in ropes):
+                found[id(module)] = module, by_type[key]
         return list(found.values())
 
-    def _methods(self, kind: type, attends: bool) -> dict[str, Any]:
+    def _methods(self, module_type: type, attends: bool) -> dict[str, Any]:
         """The methods of a class of modules that have to do more here than their own."""
         changed: dict[str, Any] = {}
-        for name, method in methods_of(kind).items():
+        for name, method in methods_of(module_type).items():
             names = self.states.names_in(method) if is_recurrent(method) else {}
             if attends and name == "__call__":
-                names[NAME] = partial(attend_in_parts, self.parts)
-                if has_both_forms(method):
+                names[NAME] = partial(attend_with_options, self.attention)
+                if can_absorb(method):
                     names = {**self.absorbed.names_in(method), **names}
                     names[NAME] = partial(self.absorbed, names[NAME])
             new: Any = with_names(method, names) if names else method

@@ -191,7 +191,7 @@ class StateRecorder:
         self._num_rows = num_rows
         self._caches = list(recurrent_caches(caches))
         self._before = [list(cache.cache) for cache in self._caches]  # alive, or ids are reused
-        self._place = {
+        self._slots = {
             id(state): (i, slot)
             for i, states in enumerate(self._before)
             for slot, state in enumerate(states)
@@ -209,9 +209,9 @@ class StateRecorder:
         updates = StateUpdates(self._num_rows, by_cache, self._caches)
         return None if padded or any(None in made for made in by_cache.values()) else updates
 
-    def _repeat(self, place: tuple[int, int], state: Any) -> Repeat | None:
-        """Function that makes the state at ``place``, now ``state``, again; None if unknown."""
-        found = self._found.get(place)
+    def _repeat(self, slot: tuple[int, int], state: Any) -> Repeat | None:
+        """Function that makes the state at ``slot``, now ``state``, again; None if unknown."""
+        found = self._found.get(slot)
         if isinstance(found, list):
             is_whole = len(found) == self._num_rows
             states = dict(enumerate(found, 1))
@@ -248,9 +248,9 @@ class StateRecorder:
 
     def _noting_call(self, rule: Callable[..., mx.array], call: Callable[..., Any]) -> Any:
         def noted(*args: Any, **kwargs: Any) -> Any:
-            place = self._place_in(args, kwargs)
-            if place is not None:
-                self._found[place] = partial(_repeated, rule, call, args, kwargs)
+            slot = self._slot_in(args, kwargs)
+            if slot is not None:
+                self._found[slot] = partial(_repeated, rule, call, args, kwargs)
             return call(*args, **kwargs)
 
         return noted
@@ -261,29 +261,29 @@ class StateRecorder:
 
         def noted(*args: Any, **kwargs: Any) -> Any:
             nonlocal steps
-            place = self._place_in(args, kwargs)
-            if place is not None:
-                self._found[place] = steps = []
+            slot = self._slot_in(args, kwargs)
+            if slot is not None:
+                self._found[slot] = steps = []
             result = call(*args, **kwargs)
-            if self._place:
+            if self._slots:
                 steps.append(_state_in(result))
             return result
 
         return noted
 
-    def _place_in(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int] | None:
+    def _slot_in(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int] | None:
         """Cache and slot of the state among the arguments; None if there is none."""
-        places = self._place
-        if places:
+        slots = self._slots
+        if slots:
             for value in (*args, *kwargs.values()):
-                if id(value) in places:
-                    return places[id(value)]
+                if id(value) in slots:
+                    return slots[id(value)]
         return None
 
     def _concatenate(self, arrays: list[mx.array], axis: int = 0, **kwargs: Any) -> mx.array:
         """MLX's function of that name: a state with the rows of the pass behind is a window."""
         rows = mx.concatenate(arrays, axis, **kwargs)
-        place = self._place.get(id(arrays[0]))
-        if place is not None:
-            self._found[place] = rows, axis % rows.ndim, arrays[0].shape[axis]
+        slot = self._slots.get(id(arrays[0]))
+        if slot is not None:
+            self._found[slot] = rows, axis % rows.ndim, arrays[0].shape[axis]
         return rows

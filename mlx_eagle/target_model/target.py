@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from .attention import AttentionParts, no_kernel
+from .attention import AttentionOptions, no_kernel
 from .masks_and_ropes import exact_masks, positions_of_one_scale
 from .sharding import find_stage
 from .stand_in import StandIn, add_behaviour
@@ -61,7 +61,7 @@ class Target:
         taps: tuple[int, ...] = (),
         most_rows: Callable[[int, int], int] = no_kernel,
     ):
-        """``most_rows``: of one attention kernel, see ``AttentionParts``."""
+        """``most_rows``: of one attention kernel, see ``AttentionOptions``."""
         self.stage = find_stage(model)
         num_layers = self.stage.num_layers
         outside = [tap for tap in taps if not 0 <= tap <= num_layers + 1]
@@ -89,9 +89,9 @@ class Target:
         return start // num == (start + num_rows - 1) // num
 
     @property
-    def parts(self) -> AttentionParts:
+    def attention(self) -> AttentionOptions:
         """Whether attention cuts the rows of its passes into parts."""
-        return self._stand_in.parts
+        return self._stand_in.attention
 
     def _recording_stand_in(self, most_rows: Callable[[int, int], int]) -> StandIn:
         """The model's stand-in, whose layers and final norm tell ``self._recorder``.
@@ -192,9 +192,9 @@ class Target:
         ``given`` is what else the model is called with.
         """
         self._recorder.begin()
-        self.parts.begin()
+        self.attention.begin()
         logits = self._stand_in.model(tokens, cache=cache, **given)
-        self.parts.begin()
+        self.attention.begin()
         return logits, self._recorder.take()
 
     def _features(self, seen: dict[int, mx.array], batch: int) -> mx.array | None:

@@ -17,7 +17,7 @@ from .chunks import Arrays, with_weights
 from .given import Given
 from .settings import LossSettings, TrainSettings
 from .student import Student
-from .teacher import ROWS_AT_ONCE, StateTeacher
+from .teacher import ROWS_AT_ONCE, HiddenTeacher
 
 FROZEN = ("embed_tokens.", "centroids.", "layer_scalar")
 """Tables that clusters of tokens are made of, and what Transformers has as a buffer."""
@@ -32,7 +32,7 @@ class AssistantRecipe(ChainRecipe):
     """An assistant: its own table gives the logits, the target's rows the keys and values."""
 
     def __init__(self, settings: TrainSettings, student: Student, model: nn.Module, given: Given):
-        super().__init__(settings, student, model, given, StateTeacher(model, ()))
+        super().__init__(settings, student, model, given, HiddenTeacher(model, ()))
         self._text = text_of(model)
         self._sources = sources(student.head.config, self._text)
         self._window = self._text.args.sliding_window
@@ -40,17 +40,17 @@ class AssistantRecipe(ChainRecipe):
     def output_parts(self) -> tuple[str, ...]:
         return ()
 
-    def logits(self, head: Assistant, states: mx.array) -> mx.array:
+    def logits(self, head: Assistant, hidden: mx.array) -> mx.array:
         """Return logits of all tokens, because the choice of clusters has no gradient."""
-        return head.embed_tokens.as_linear(states)
+        return head.embed_tokens.as_linear(hidden)
 
-    def choose(self, head: Assistant, states: mx.array) -> mx.array:
-        logits = self.logits(head, states)
+    def choose(self, head: Assistant, hidden: mx.array) -> mx.array:
+        logits = self.logits(head, hidden)
         clusters = head._clusters
         if clusters is not None:
             best = head.config.centroid_top_k
-            found = mx.argpartition(-head.centroids(states), best - 1, axis=-1)[:, :best]
-            shape = (len(states), head.config.num_centroids)
+            found = mx.argpartition(-head.centroids(hidden), best - 1, axis=-1)[:, :best]
+            shape = (len(hidden), head.config.num_centroids)
             is_open = mx.put_along_axis(mx.zeros(shape), found, mx.array(1.0), axis=1)
             numbers = mx.arange(clusters.shape[0])[:, None]
             of_token = mx.zeros((clusters.size,), mx.int32)
@@ -67,15 +67,15 @@ class AssistantRecipe(ChainRecipe):
         at_once = max(1, ROWS_AT_ONCE // tokens.shape[1])
         for start in range(0, len(tokens), at_once):
             cache = [KVCache() for _ in range(num_owning)]
-            states = self._text.model(mx.array(tokens[start : start + at_once]), cache=cache)
-            made = [states]
+            hidden = self._text.model(mx.array(tokens[start : start + at_once]), cache=cache)
+            made = [hidden]
             for kind in kinds:
                 own = cache[self._sources[kind]]
                 made += [part[..., : own.offset, :] for part in (own.keys, own.values)]
             mx.eval(made)
             parts.append(made)
-        states, *rows = (mx.concatenate(list(part)) for part in zip(*parts, strict=True))
-        return states, targets._replace(keys=tuple(rows[::2]), values=tuple(rows[1::2]))
+        hidden, *rows = (mx.concatenate(list(part)) for part in zip(*parts, strict=True))
+        return hidden, targets._replace(keys=tuple(rows[::2]), values=tuple(rows[1::2]))
 
     def steps(
         self,
@@ -95,21 +95,21 @@ class AssistantRecipe(ChainRecipe):
         flat = [*targets.keys, *targets.values]
 
         def run(_: int, rows: Arrays) -> Arrays:
-            known, states, *given = rows
+            known, hidden, *given = rows
             pairs = zip(given[: len(kinds)], given[len(kinds) :], strict=True)
             shared = dict(zip(kinds, pairs, strict=True))
-            x = head.pre_projection(mx.concatenate([known, states], axis=-1))
+            x = head.pre_projection(mx.concatenate([known, hidden], axis=-1))
             for layer, kind in zip(head.layers, head.config.layer_types, strict=True):
                 x, _, _ = layer(x, masks[kind], shared_kv=shared[kind], offset=offset)
             x = head.norm(x)
             return [x, head.post_projection(x)]
 
-        states = features[:, first:]
+        hidden = features[:, first:]
         parts = list(head.trainable_parameters())
         for step in range(self.depth):
-            given = [known_tokens(embeddings, step, first), states, *flat]
+            given = [known_tokens(embeddings, step, first), hidden, *flat]
             if settings.checkpoint:
-                x, states = with_weights(head, parts, run, given, len(states), again=True)
+                x, hidden = with_weights(head, parts, run, given, len(hidden), again=True)
             else:
-                x, states = run(0, given)
+                x, hidden = run(0, given)
             yield x

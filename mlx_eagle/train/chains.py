@@ -19,7 +19,7 @@ from .given import Given, GivenRecipe
 from .losses import TINY, cross_entropies, first_slot, slots_at
 from .settings import LossSettings, TrainSettings
 from .student import Student
-from .teacher import PARTS, StateTeacher
+from .teacher import PARTS, HiddenTeacher
 
 
 class ChainTargets(NamedTuple):
@@ -39,7 +39,7 @@ class ChainTargets(NamedTuple):
     values: tuple[mx.array, ...] = ()
 
 
-def places_of(batch: TokenBatch, num_steps: int, extra: int = 0) -> ChainTargets:
+def index_of(batch: TokenBatch, num_steps: int, extra: int = 0) -> ChainTargets:
     """Return the places of a batch that are drafted: tokens of answers from the third on."""
     size, length = batch.tokens.shape
     is_answer = np.zeros((size, length), bool)
@@ -75,7 +75,7 @@ class ChainRecipe(GivenRecipe):
         student: Student,
         model: nn.Module,
         given: Given,
-        teacher: StateTeacher,
+        teacher: HiddenTeacher,
     ):
         super().__init__(settings, student, model, given)
         self.teacher = teacher
@@ -92,11 +92,11 @@ class ChainRecipe(GivenRecipe):
         settings: LossSettings,
         first: int,
     ) -> Iterator[mx.array]:
-        """Yield the states (B, T - first, h) of each step, for ``logits``."""
+        """Yield the hidden states (B, T - first, h) of each step, for ``logits``."""
 
     @abstractmethod
-    def logits(self, head: Any, states: mx.array) -> mx.array:
-        """Return logits (K, V) after states (K, h), with gradients."""
+    def logits(self, head: Any, hidden: mx.array) -> mx.array:
+        """Return logits (K, V) after hidden states (K, h), with gradients."""
 
     @abstractmethod
     def output_parts(self) -> tuple[str, ...]:
@@ -110,9 +110,9 @@ class ChainRecipe(GivenRecipe):
     def width(self) -> int:
         return int(self.student.embed(mx.array([0])).shape[-1])
 
-    def choose(self, head: Any, states: mx.array) -> mx.array:
-        """Return the drafts (K,) after states (K, h), as decoding chooses them."""
-        return mx.argmax(self.logits(head, states), axis=-1)
+    def choose(self, head: Any, hidden: mx.array) -> mx.array:
+        """Return the drafts (K,) after hidden states (K, h), as decoding chooses them."""
+        return mx.argmax(self.logits(head, hidden), axis=-1)
 
     def context(self, tokens: np.ndarray, targets: ChainTargets) -> tuple[mx.array, ChainTargets]:
         """Return the target's features of tokens (B, T), and targets with all that steps read."""
@@ -121,7 +121,7 @@ class ChainRecipe(GivenRecipe):
     def teach(
         self, batch: TokenBatch, epoch: int, num_ranks: int = 1
     ) -> tuple[mx.array, ChainTargets]:
-        return self.context(batch.tokens, places_of(batch, self.depth))
+        return self.context(batch.tokens, index_of(batch, self.depth))
 
     def losses(
         self,
@@ -137,11 +137,11 @@ class ChainRecipe(GivenRecipe):
         first = first_slot(begin, length, self.depth)
         picked: Arrays = []
         weights: Arrays = []
-        for step, states in enumerate(
+        for step, hidden in enumerate(
             self.steps(head, embeddings, features, given, settings, first)
         ):
             slots, counts = slots_at(given.rows, given.weights, length, step, first)
-            picked.append(states.reshape(-1, states.shape[-1])[slots])
+            picked.append(hidden.reshape(-1, hidden.shape[-1])[slots])
             weights.append(counts)
         final = self.final(features)
         taught = final.reshape(-1, final.shape[-1])[given.rows + 1]
@@ -157,16 +157,16 @@ class ChainRecipe(GivenRecipe):
         labels: mx.array,
         settings: LossSettings,
     ) -> Arrays:
-        """Compare each step's states (K, h) with the target's (K, h) or the labels (K,)."""
+        """Compare each step's hidden states (K, h) with the target's (K, h) or the labels (K,)."""
         num_steps = len(picked)
         vocab_size = len(self.student.ids)
         by_text = self.settings.labels == "text"
 
         def compare(begin: int, rows: Arrays) -> Arrays:
-            *states, final = rows
+            *hidden, final = rows
             own = len(final)
             shape = (num_steps, own, vocab_size)
-            logits = self.logits(head, mx.concatenate(states)).astype(mx.float32).reshape(shape)
+            logits = self.logits(head, mx.concatenate(hidden)).astype(mx.float32).reshape(shape)
             if settings.kind == "kl":
                 probs = softmax(self.teacher.output(final).astype(mx.float32))
                 entropies, _ = cross_entropies(logits, mx.broadcast_to(probs, shape))
@@ -191,8 +191,8 @@ class ChainRecipe(GivenRecipe):
         settings = self.settings.losses()
         choose: Callable[[mx.array], mx.array] = lambda x: self.choose(head, x)  # noqa: E731
         drafts = []
-        for states in self.steps(head, embeddings, features, targets, settings, begin):
-            picked = states.reshape(-1, states.shape[-1])[rows]
+        for hidden in self.steps(head, embeddings, features, targets, settings, begin):
+            picked = hidden.reshape(-1, hidden.shape[-1])[rows]
             drafts.append(eval_in_chunks(choose, picked, len(self.student.ids)))
-            mx.eval(drafts[-1], states)
+            mx.eval(drafts[-1], hidden)
         return np.array(mx.stack(drafts))

@@ -26,7 +26,7 @@ from .given import Given, GivenRecipe
 from .losses import TINY
 from .settings import LossSettings, TrainSettings
 from .student import Student
-from .teacher import StateTeacher
+from .teacher import HiddenTeacher
 
 KEPT = 0.5  # of D-PACE: the least that a position passes on
 GAMMAS = ((8, 4.0), (10, 5.0), (16, 7.0))  # of decay, for blocks of up to so many slots
@@ -154,7 +154,7 @@ class BlockRecipe(GivenRecipe):
         super().__init__(settings, student, model, given)
         config = student.head.config
         ids = student.ids if config.has_d2t else None
-        self.teacher = StateTeacher(model, student.taps, ids)
+        self.teacher = HiddenTeacher(model, student.taps, ids)
         self.config = config
         self.depth = config.longest_draft
         self.weights = mx.ones(1)
@@ -164,10 +164,10 @@ class BlockRecipe(GivenRecipe):
         numbers = {token: number for number, token in enumerate(student.ids.tolist())}
         self._numbers = numbers if config.has_d2t else None
 
-    def logits(self, head: DFlashHead, states: mx.array) -> mx.array:
-        """Return logits (K, Vd) after states (K, h)."""
+    def logits(self, head: DFlashHead, hidden: mx.array) -> mx.array:
+        """Return logits (K, Vd) after hidden states (K, h)."""
         project = head.lm_head if self.config.lm_head_source == "file" else self._project
-        logits = project(states)
+        logits = project(hidden)
         cap = self.config.logit_softcap
         return logits if cap is None else cap * mx.tanh(logits / cap)
 
@@ -200,9 +200,9 @@ class BlockRecipe(GivenRecipe):
 
     def _choices(self, features: mx.array, rows: np.ndarray) -> np.ndarray:
         """Return the target's choices after positions, numbered b * T + i."""
-        states = features[..., -self._width :].reshape(-1, self._width)
+        hidden = features[..., -self._width :].reshape(-1, self._width)
         used, back = np.unique(rows, return_inverse=True)
-        found = self.teacher.choices(states[mx.array(used, mx.int32)], len(self.student.ids))
+        found = self.teacher.choices(hidden[mx.array(used, mx.int32)], len(self.student.ids))
         return np.array(found)[back].reshape(rows.shape)
 
     def _numbers_of(self, tokens: np.ndarray, asked: np.ndarray) -> np.ndarray:
@@ -225,8 +225,8 @@ class BlockRecipe(GivenRecipe):
         settings: LossSettings,
     ) -> mx.array:
         given = BlockTargets(*targets)
-        states = self.states(head, embeddings, features, given.anchors, settings.checkpoint)
-        entropies = self._entropies(head, states, given.labels.reshape(-1))
+        hidden = self.hidden(head, embeddings, features, given.anchors, settings.checkpoint)
+        entropies = self._entropies(head, hidden, given.labels.reshape(-1))
         entropies = entropies.reshape(given.labels.shape)
         weights = mx.stop_gradient(self._position_weights(entropies, given.asked))
         total = (weights * entropies * given.asked).sum()
@@ -237,8 +237,8 @@ class BlockRecipe(GivenRecipe):
         }
         return (total / mx.maximum(divisor[str(self.settings.loss_divisor)], TINY))[None]
 
-    def _entropies(self, head: Any, states: mx.array, labels: mx.array) -> mx.array:
-        """Compare states (K, h) with labels (K,): cross-entropies (K,)."""
+    def _entropies(self, head: Any, hidden: mx.array, labels: mx.array) -> mx.array:
+        """Compare hidden states (K, h) with labels (K,): cross-entropies (K,)."""
 
         def compare(begin: int, rows: Arrays) -> Arrays:
             logits = self.logits(head, rows[0]).astype(mx.float32)
@@ -247,7 +247,7 @@ class BlockRecipe(GivenRecipe):
             return [mx.logsumexp(logits, axis=-1) - said]
 
         size = chunk_rows(len(self.student.ids))
-        return with_weights(head, (), compare, [states], size, again=False)[0]
+        return with_weights(head, (), compare, [hidden], size, again=False)[0]
 
     def _position_weights(self, entropies: mx.array, asked: mx.array) -> mx.array:
         """Return the weights (B, N, D): of D-PACE, or those of an exponential decay."""
@@ -260,7 +260,7 @@ class BlockRecipe(GivenRecipe):
         reached = mx.cumprod(passed, axis=-1) * asked
         return mx.cumsum(reached, axis=-1, reverse=True)
 
-    def states(
+    def hidden(
         self,
         head: Any,
         embeddings: mx.array,
@@ -358,7 +358,7 @@ class BlockRecipe(GivenRecipe):
             for start in range(0, len(own), AT_ONCE):
                 some = own[start : start + AT_ONCE]
                 asked = mx.array(anchors[some][None], mx.int32)
-                states = self.states(head, embeddings[part], features[part], asked, False)
-                chosen = self.student.ids[mx.argmax(self.logits(head, states), axis=-1)]
+                hidden = self.hidden(head, embeddings[part], features[part], asked, False)
+                chosen = self.student.ids[mx.argmax(self.logits(head, hidden), axis=-1)]
                 found[:, some] = np.array(chosen).reshape(len(some), self.depth).T
         return found

@@ -56,13 +56,13 @@ class Eagle3Recipe(Recipe):
         features = self.teacher.features(tokens)
         embeddings = student.embed(mx.array(tokens))
         drafts = []
-        for states in unroll(head, embeddings, features, self.depth, first=begin):
-            picked = states.reshape(-1, states.shape[-1])[rows]
+        for hidden in unroll(head, embeddings, features, self.depth, first=begin):
+            picked = hidden.reshape(-1, hidden.shape[-1])[rows]
             chosen = eval_in_chunks(
                 lambda x: mx.argmax(head.logits(x), axis=-1), picked, len(student.ids)
             )
             drafts.append(student.ids[chosen])
-            mx.eval(drafts[-1], states)
+            mx.eval(drafts[-1], hidden)
         return np.array(mx.stack(drafts))
 
     def files(

@@ -75,14 +75,14 @@ def step_losses(
     """Compute the loss of every step, (num_steps,) float32, before weighting; see ``unroll``."""
     length = embeddings.shape[1]
     first = first_slot(targets, length, settings.num_steps)
-    states: Arrays = []
+    hidden: Arrays = []
     weights: Arrays = []
     steps = unroll(head, embeddings, features, settings.num_steps, settings.checkpoint, first)
     for step, given in enumerate(steps):
         slots, counts = slots_at(targets.rows, targets.weights, length, step, first)
-        states.append(given.reshape(-1, given.shape[-1])[slots])
+        hidden.append(given.reshape(-1, given.shape[-1])[slots])
         weights.append(counts)
-    entropies, rates = _compared(head, states, targets, settings)
+    entropies, rates = _compared(head, hidden, targets, settings)
     losses = []
     for step, counts in enumerate(weights):
         loss = (entropies[step] * counts).sum() / targets.num_slots
@@ -152,15 +152,15 @@ def _acceptance_loss(
 
 
 def _compared(
-    head: Eagle3Head, states: Arrays, targets: TargetBatch, settings: LossSettings
+    head: Eagle3Head, hidden: Arrays, targets: TargetBatch, settings: LossSettings
 ) -> tuple[Arrays, Arrays]:
-    """Compare each step's states (K, h) with the target.
+    """Compare each step's hidden states (K, h) with the target.
 
     Returns each step's cross-entropies (K,) and its acceptance rates (K,), no rates for "ce".
     Rows of all steps are taken a chunk at a time, because logits are the largest arrays there
     are.
     """
-    num_steps = len(states)
+    num_steps = len(hidden)
     num_drafted = targets.probs.shape[-1]
 
     def compare(begin: int, rows: Arrays) -> Arrays:
@@ -176,5 +176,5 @@ def _compared(
         return [*entropies, *mx.minimum(of_all, drafted).sum(axis=-1)]
 
     size = chunk_rows(num_drafted * num_steps)
-    found = with_weights(head, OUTPUT, compare, states, size, again=False)
+    found = with_weights(head, OUTPUT, compare, hidden, size, again=False)
     return found[:num_steps], found[num_steps:]

@@ -20,7 +20,7 @@ from .chunks import Arrays, with_weights
 from .given import Given
 from .settings import LossSettings, TrainSettings
 from .student import Student
-from .teacher import StateTeacher
+from .teacher import HiddenTeacher
 
 EXPERTS = ("switch_mlp", FLOAT32, f"{ROUTER}.weight", "mixer.gate.weight")
 
@@ -58,7 +58,7 @@ class MTPRecipe(ChainRecipe):
                 "trained here: begin with another drafter."
             )
         taps = () if head.state_normed else (len(model.layers),)
-        super().__init__(settings, student, model, given, StateTeacher(model, taps))
+        super().__init__(settings, student, model, given, HiddenTeacher(model, taps))
         self.weights = self.weights / self.weights.sum()
         self._names = {}
         if given.published is not None:
@@ -69,8 +69,8 @@ class MTPRecipe(ChainRecipe):
     def output_parts(self) -> tuple[str, ...]:
         return () if self.student.head.state_normed else ("norm",)
 
-    def logits(self, head: Any, states: mx.array) -> mx.array:
-        return self._project(states if head.state_normed else head.norm(states))
+    def logits(self, head: Any, hidden: mx.array) -> mx.array:
+        return self._project(hidden if head.state_normed else head.norm(hidden))
 
     def steps(
         self,
@@ -83,17 +83,17 @@ class MTPRecipe(ChainRecipe):
     ) -> Iterator[mx.array]:
         alone = self.settings.mtp_attention == "step"
         start = 0 if alone else first
-        states = features[..., : self.width]
+        hidden = features[..., : self.width]
         past: list[Arrays] = []
         forward = _checkpointed if settings.checkpoint else advance
         for step in range(self.depth):
             own = start if step else 0
             known = known_tokens(embeddings, step, own)
-            states, *made = forward(head, known, states, [] if alone else past, own, step)
+            hidden, *made = forward(head, known, hidden, [] if alone else past, own, step)
             past.append(made)
             if step == 0:
-                states = states[:, start:]
-            yield states[:, first - start :]
+                hidden = hidden[:, start:]
+            yield hidden[:, first - start :]
 
     def published_names(self, checkpoint: DraftCheckpoint) -> Mapping[str, str]:
         return self._names
@@ -102,8 +102,8 @@ class MTPRecipe(ChainRecipe):
         """Swap the halves of a joining matrix that takes the state first."""
         if not (name.startswith(JOIN) and family_of(self.model).state_first):
             return change
-        embedding, state = mx.split(change, 2, axis=-1)
-        return mx.concatenate([state, embedding], axis=-1)
+        embedding, hidden = mx.split(change, 2, axis=-1)
+        return mx.concatenate([hidden, embedding], axis=-1)
 
 
 class _StepCache:
@@ -124,18 +124,18 @@ class _StepCache:
 def advance(
     head: Any,
     embeddings: mx.array,
-    states: mx.array,
+    hidden: mx.array,
     past: list[Arrays],
     first: int,
     step: int,
 ) -> Arrays:
-    """Run a step: states (B, R, h), then keys and values of each layer that attends.
+    """Run a step: hidden states (B, R, h), then keys and values of each layer that attends.
 
     The slots are those from ``first`` on, at positions that are ``step`` later. Each sees those
     up to itself among the first of ``past``, which has a slot for every token, and itself in the
     others; without ``past``, those up to itself in this step.
     """
-    x = head.join(embeddings, states)
+    x = head.join(embeddings, hidden)
     rows = x.shape[1]
     slots = mx.arange(first, first + rows)[:, None]
     own = slots == slots.T
@@ -161,7 +161,7 @@ def advance(
 def _checkpointed(
     head: Any,
     embeddings: mx.array,
-    states: mx.array,
+    hidden: mx.array,
     past: list[Arrays],
     first: int,
     step: int,
@@ -170,9 +170,9 @@ def _checkpointed(
     num = len(past[0]) if past else 0
 
     def inner(_: int, rows: Arrays) -> Arrays:
-        embeddings, states, *flat = rows
+        embeddings, hidden, *flat = rows
         chains = [flat[i : i + num] for i in range(0, len(flat), num or 1)]
-        return advance(head, embeddings, states, chains, first, step)
+        return advance(head, embeddings, hidden, chains, first, step)
 
-    rows = [embeddings, states, *(x for made in past for x in made)]
-    return with_weights(head, list(head.trainable_parameters()), inner, rows, len(states), True)
+    rows = [embeddings, hidden, *(x for made in past for x in made)]
+    return with_weights(head, list(head.trainable_parameters()), inner, rows, len(hidden), True)

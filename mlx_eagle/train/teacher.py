@@ -17,7 +17,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..drafters.head import capped
-from ..drafters.output_rows import part_of
+from ..drafters.output_rows import subset_of
 from ..drafters.target_parts import find_embedding, lm_head_of
 from ..system.atomic_folder import new_file
 from ..system.hub import locate
@@ -127,7 +127,7 @@ def output_from(
     """
     said = (logits if ids is None else mx.take(logits, ids, axis=1)).astype(mx.float32)
     whole = lm_head_of(model, find_embedding(model)[0])
-    project = whole if ids is None else part_of(whole, ids)
+    project = whole if ids is None else subset_of(whole, ids)
     caps = {getattr(m, "final_logit_softcapping", None) for _, m in model.named_modules()}
 
     def output(cap: float | None, states: mx.array) -> mx.array:
@@ -315,7 +315,7 @@ class Teacher:
             yield places, logits[: len(places)], states, features
 
 
-class StateTeacher:
+class HiddenTeacher:
     """A frozen target that tells taps and final states of every position.
 
     ``ids`` (Vd,) are the tokens that can be drafted, None for all. ``output`` maps states

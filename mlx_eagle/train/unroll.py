@@ -37,21 +37,21 @@ def unroll(
     With ``checkpoint``, each step is computed again for its gradient, and nothing in between is
     kept.
     """
-    states = head.fuse(features)
+    hidden = head.fuse(features)
     past: list[Arrays] = []
     forward = _checkpointed if checkpoint else _advance
     for step in range(num_steps):
         known = embeddings[:, step + 1 :]
         padding = [(0, 0), (0, embeddings.shape[1] - known.shape[1]), (0, 0)]
-        states, *made = forward(head, mx.pad(known, padding), states, past, first)
+        hidden, *made = forward(head, mx.pad(known, padding), hidden, past, first)
         past.append(made)
         if step == 0:
             embeddings = embeddings[:, first:]
-        yield states
+        yield hidden
 
 
 def _advance(
-    head: Eagle3Head, embeddings: mx.array, states: mx.array, past: list[Arrays], first: int
+    head: Eagle3Head, embeddings: mx.array, hidden: mx.array, past: list[Arrays], first: int
 ) -> Arrays:
     """Compute the step after ``past``: states (B, T - first, h), then keys and values by layer.
 
@@ -61,9 +61,9 @@ def _advance(
     step = len(past)
     made: Arrays = []
     start = first if step else 0
-    embeddings, states = head.enter(embeddings, states)
+    embeddings, hidden = head.enter(embeddings, hidden)
     for i, layer in enumerate(head.layers):
-        x, residual = layer.enter(embeddings, states)
+        x, residual = layer.enter(embeddings, hidden)
         q, k, v = _project(layer.self_attn, x, start + step)
         made += [k, v]
         chains = [*past, made]
@@ -71,25 +71,25 @@ def _advance(
         values = [chain[2 * i + 1] for chain in chains]
         skip = first if step == 0 and i == len(head.layers) - 1 else 0
         attended = _attend(layer, q, keys, values, start, skip)
-        states = layer.leave(residual[:, skip:], attended)
-    return [head.leave(states), *made]
+        hidden = layer.leave(residual[:, skip:], attended)
+    return [head.leave(hidden), *made]
 
 
 def _checkpointed(
-    head: Eagle3Head, embeddings: mx.array, states: mx.array, past: list[Arrays], first: int
+    head: Eagle3Head, embeddings: mx.array, hidden: mx.array, past: list[Arrays], first: int
 ) -> Arrays:
     """Compute what ``_advance`` does, but keep only its inputs and outputs for the gradient."""
     outside = (*OUTSIDE, "fc") if head.config.fc_input == "features" else OUTSIDE
     num = 2 * len(head.layers)
 
     def inner(_: int, rows: Arrays) -> Arrays:
-        embeddings, states, *flat = rows
+        embeddings, hidden, *flat = rows
         chains = [flat[i : i + num] for i in range(0, len(flat), num)]
-        return _advance(head, embeddings, states, chains, first)
+        return _advance(head, embeddings, hidden, chains, first)
 
-    rows = [embeddings, states, *(x for made in past for x in made)]
+    rows = [embeddings, hidden, *(x for made in past for x in made)]
     parts = [name for name in head.trainable_parameters() if name not in outside]
-    return with_weights(head, parts, inner, rows, len(states), again=True)
+    return with_weights(head, parts, inner, rows, len(hidden), again=True)
 
 
 def _attend(
@@ -147,8 +147,8 @@ def _attended(
     visible = slots <= places
     if window is not None:
         visible = visible & (places + step < slots + window)
-    hidden = mx.where(visible, 0.0, -mx.inf).astype(q.dtype)
-    scores = mx.addmm(hidden, q, keys.swapaxes(-1, -2))
+    unseen = mx.where(visible, 0.0, -mx.inf).astype(q.dtype)
+    scores = mx.addmm(unseen, q, keys.swapaxes(-1, -2))
     own = [(q * k).sum(axis=-1, keepdims=True) for k in own_keys]
     weights = softmax(mx.concatenate([scores, *own], axis=-1))
     # One split: the gradient of each separate slice would be as large as all of them.

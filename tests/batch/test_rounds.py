@@ -316,7 +316,7 @@ def test_requests_of_one_kind_are_judged_together():
     greedy, closure = make_rule(None, None), make_rule("match", make_sampler(temp=1.0))
     rejecting = make_rule("reject", Sampling(seed=2))
     rules = [greedy, rule(temp=0.5), closure, greedy, rule(temp=0.7), rejecting, rule(temp=0.5)]
-    groups = [group.places for group in BatchRule(rules)._groups]
+    groups = [group.members for group in BatchRule(rules)._groups]
     assert sorted(groups) == [[0, 3], [1, 6], [2, 5], [4]]
 
 

@@ -201,8 +201,11 @@ def test_processors_do_not_wait_for_a_tree_whose_form_is_known(target):
     model, _ = target
     drafter = tiny_head(model).begin()
     drafter.extend(mx.array(PROMPT), mx.random.normal((len(PROMPT), drafter.width)))
-    assert drafter.propose_tree(tree, Match().pick_children).form == tree.parents
-    assert drafter.propose_tree(TreeShape.parse("2x2:3"), Match().pick_children).form is None
+    assert drafter.propose_tree(tree, Match().pick_children).static_parents == tree.parents
+    assert (
+        drafter.propose_tree(TreeShape.parse("2x2:3"), Match().pick_children).static_parents
+        is None
+    )
 
 
 def test_processors_on_a_static_tree_give_plain_decodings_text(target):

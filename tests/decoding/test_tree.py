@@ -107,7 +107,7 @@ def test_where_processors_wait_for_a_draft_the_pass_goes_on(model, monkeypatch, 
         start(*arrays)
 
     def waited(draft: Draft) -> object:
-        has_grown = draft.parents is not None and draft.form is None
+        has_grown = draft.parents is not None and draft.static_parents is None
         events.append("wait" if has_grown else "known")
         return known(draft)
 

@@ -130,9 +130,9 @@ def test_the_other_states(name):
     """As a converted folder's key can ask for them."""
     part = other_states(published(name))
     drafter = load_mtp(part.arrays(), part.target)
-    drafter.take_states(part.naive.normed)
+    drafter.take_hidden(part.naive.normed)
     assert furthest(part, drafter) < NOISE
-    drafter.take_states(not part.naive.normed)
+    drafter.take_hidden(not part.naive.normed)
     assert furthest(part, drafter) > 1e-2
 
 

@@ -71,7 +71,7 @@ def test_the_worst_text_is_compared_at_a_bounded_number_of_places(monkeypatch):
         )
     )  # fmt: skip
     assert SeenText([4] * 100_000).match(3) == TextMatch(LONGEST, (4, 4, 4))
-    assert compared == [seen_text.MOST_PLACES]
+    assert compared == [seen_text.MOST_STARTS]
 
 
 def test_a_token_takes_four_bytes_and_loading_copies_no_more():

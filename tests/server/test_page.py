@@ -14,7 +14,7 @@ from urllib.request import Request, urlopen
 import pytest
 from serving import ours
 
-from mlx_eagle.server.handler import PARTS, SCRIPTS, page
+from mlx_eagle.server.handler import PAGE_FILES, SCRIPTS, page
 
 KEY = "a-key"
 ELSEWHERE = "https://openwebui.com"  # a link, which nothing is loaded from
@@ -93,10 +93,10 @@ def test_nothing_comes_from_elsewhere():
 def test_every_part_is_in_it():
     document = page({})[0].decode()
     assert not re.search(r"\{\{(style|script|settings)\}\}", document)
-    names = {path.name for path in PARTS.iterdir()}
+    names = {path.name for path in PAGE_FILES.iterdir()}
     assert names == {*SCRIPTS, "page.html", "page.css"}
     for name in names - {"page.html"}:
-        assert (PARTS / name).read_text() in document
+        assert (PAGE_FILES / name).read_text() in document
 
 
 def test_settings_cannot_leave_their_attribute():

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_eagle.server.handler import PARTS
+from mlx_eagle.server.handler import PAGE_FILES
 
 NODE = shutil.which("node")
 pytestmark = pytest.mark.skipif(NODE is None, reason="runs the page's script in Node.js")
@@ -71,7 +71,7 @@ HOSTILE = {
 def run(script: str, given: object) -> object:
     """What a script makes of ``given`` behind those of Markdown, both as JSON."""
     parts = [FAKE_DOM.read_text()]
-    parts += [(PARTS / f"{name}.js").read_text() for name in ("code", "markdown")]
+    parts += [(PAGE_FILES / f"{name}.js").read_text() for name in ("code", "markdown")]
     parts.append(f"const given = JSON.parse(require('fs').readFileSync(0, 'utf8'));\n{script}")
     done = subprocess.run(
         [NODE, "-e", "\n".join(parts)],
@@ -276,7 +276,9 @@ def test_what_is_kept_damaged_is_not_read():
     ]
     damaged += [{**message, "answer": w} for w in WRONG] + list(WRONG)
     damaged += [{"role": "user", "content": w} for w in WRONG if w != "x"]
-    scripts = "".join((PARTS / f"{name}.js").read_text() for name in ("answer", "strip", "chat"))
+    scripts = "".join(
+        (PAGE_FILES / f"{name}.js").read_text() for name in ("answer", "strip", "chat")
+    )
     got = run(scripts + READ, [message, *damaged])
     assert got[0] is True and None not in got
     assert got.count(True) < len(got) / 4 and got[-10:] == [False] * 10

@@ -7,7 +7,7 @@ import time
 import pytest
 from serving import ENDLESS, ask_json, ours
 
-from mlx_eagle.server.body import KINDS, NUMBERS
+from mlx_eagle.server.body import NUMBERS, TYPES
 from mlx_eagle.server.request_fields import KNOWN, MAPPED, REFUSED
 from mlx_eagle.server.routes import ROUTES
 
@@ -173,7 +173,7 @@ def test_values_that_are_wrong(server, name):
 
 
 def test_the_table_has_every_field_that_is_checked():
-    checked = {*NUMBERS, *(name for names in KINDS.values() for name in names)}
+    checked = {*NUMBERS, *(name for names in TYPES.values() for name in names)}
     assert checked <= KNOWN["chat"] and checked <= KNOWN["text"]
     assert not MAPPED.keys() & REFUSED.keys()
     assert {*(route.fields for route in ROUTES.values()), "options"} == KNOWN.keys()

@@ -149,14 +149,14 @@ def test_forced_calls_in_a_format_that_is_not_json(tmp_path):
 
 
 def test_a_form_is_read_once(server, monkeypatch):
-    num_read, read = 0, body.read_form
+    num_read, read = 0, body.read_constraint
 
     def counting(fields):
         nonlocal num_read
         num_read += 1
         return read(fields)
 
-    monkeypatch.setattr(body, "read_form", counting)
+    monkeypatch.setattr(body, "read_constraint", counting)
     ask(server, max_tokens=1, **form_of(SCHEMA))
     assert num_read == 1
 

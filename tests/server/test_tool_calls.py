@@ -17,7 +17,7 @@ from schemas import COUNT, WORD, items, random_schema, record
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from mlx_eagle.server.grammars import Form, make_grammar
+from mlx_eagle.server.grammars import Constraint, make_grammar
 from mlx_eagle.server.tool_formats import FORMATS, checked, readable
 
 TEMPLATES = {  # what of a chat template a format is known by, and special tokens of its models
@@ -150,10 +150,10 @@ def calls_in(text: str, tokenizer, tools: list[dict]) -> tuple[str, list[dict]]:
     return free, calls
 
 
-def form_of(tools: dict[str, dict], **fields) -> Form:
+def form_of(tools: dict[str, dict], **fields) -> Constraint:
     strict = fields.pop("strict", True)
     triples = tuple((name, json.dumps(schema), strict) for name, schema in tools.items())
-    return Form(tools=triples, **{"must_call": True, **fields})
+    return Constraint(tools=triples, **{"must_call": True, **fields})
 
 
 def offered(tools: dict[str, dict]) -> list[dict]:

@@ -24,7 +24,7 @@ from mlx_eagle.drafters.eagle3 import Eagle3Drafter
 from mlx_eagle.drafters.head import Eagle3Head
 from mlx_eagle.drafters.tree import parse_tree
 from mlx_eagle.system.device import fused_rows
-from mlx_eagle.target_model.attention import AttentionParts, attend_in_parts
+from mlx_eagle.target_model.attention import AttentionOptions, attend_with_options
 from mlx_eagle.target_model.cache_view import open_windows
 from mlx_eagle.target_model.ragged import RaggedCaches
 from mlx_eagle.target_model.rollback import Checkpoint
@@ -227,7 +227,7 @@ def test_on_long_contexts_one_row_may_take_a_kernel_of_its_own(per_key, one):
 def test_cut_into_parts_all_of_gpt_oss_takes_the_vector_kernel(num_rows):
     model, _ = pair("gpt-oss-20b")
     target, cache, recorder = Target(model, (), fused_rows), make_prompt_cache(model), Recorder()
-    target.parts.is_on = True
+    target.attention.is_on = True
     with recorder.recording():
         target(mx.zeros((20,), mx.int32), cache)
         target(mx.zeros((num_rows,), mx.int32), cache)
@@ -316,12 +316,12 @@ def cost_of_a_pass(target: Target, caches: list, num_rows: int, kept: int) -> tu
 @pytest.mark.parametrize("num_keys, rows", [(1100, [1] * 4), (500, [4])])
 def test_passes_of_gemma_4s_widest_heads_are_cut_into_single_rows(num_keys, rows):
     """Metal has a kernel for one row of 512 alone, with 8 query heads per key head."""
-    parts, recorder = AttentionParts(fused_rows, is_on=True), Recorder()
+    options, recorder = AttentionOptions(fused_rows, is_on=True), Recorder()
     queries, keys = mx.zeros((1, 8, 4, 512)), mx.zeros((1, 1, num_keys, 512))
     with recorder.recording():
-        attend_in_parts(parts, queries, keys, keys, None, 1.0, "causal")
+        attend_with_options(options, queries, keys, keys, None, 1.0, "causal")
     calls = recorder.head.attention
-    assert [call.rows for call in calls] == rows and parts.matters == (rows[0] == 1)
+    assert [call.rows for call in calls] == rows and options.matters == (rows[0] == 1)
     assert [call.num_keys for call in calls] == (
-        [num_keys - 3 + r for r in range(4)] if parts.matters else [num_keys]
+        [num_keys - 3 + r for r in range(4)] if options.matters else [num_keys]
     )

@@ -92,12 +92,12 @@ def test_the_text_is_plain_decodings(case, rows):
 def test_each_part_reads_the_keys_up_to_its_last_row(rows):
     model = tiny_llama(**CROWDED)
     target, cache = Target(model, (), fused_rows), make_prompt_cache(model)
-    target.parts.is_on = True
+    target.attention.is_on = True
     tokens = mx.array([*PROMPT, 3, 4, 5])
     target(tokens, cache)  # ten rows: another kernel's
     whole = Target(model, (), fused_rows)
     expected, _ = whole(mx.array([7, 8, 9, 1, 2, 6]), [copy(c) for c in cache])
-    assert target.parts.matters and {num for num, _ in rows} == {10, 6}
+    assert target.attention.matters and {num for num, _ in rows} == {10, 6}
     rows.clear()
     logits, _ = target(mx.array([7, 8, 9, 1, 2, 6]), cache)
     assert rows == [(4, 14), (2, 16)] * len(model.layers)
@@ -121,7 +121,7 @@ def copy(cache: KVCache) -> KVCache:
 def test_what_need_not_or_cannot_be_cut_is_left_alone(changes, num_rows, rows):
     model = tiny_llama(**changes)
     target, cache = Target(model, (), fused_rows), make_prompt_cache(model)
-    target.parts.is_on = True
+    target.attention.is_on = True
     target(mx.arange(num_rows), cache)
     assert rows == [(num_rows, num_rows)] * len(model.layers)
 
@@ -129,7 +129,7 @@ def test_what_need_not_or_cannot_be_cut_is_left_alone(changes, num_rows, rows):
 def test_the_users_model_and_others_targets_keep_their_attention(rows):
     model = tiny_llama(**CROWDED)
     target = Target(model, (), fused_rows)
-    target.parts.is_on = True
+    target.attention.is_on = True
     Target(model, (), fused_rows)(mx.arange(8), make_prompt_cache(model))
     model(mx.arange(8)[None], cache=make_prompt_cache(model))
     assert rows == [(8, 8)] * 2 * len(model.layers)
@@ -140,7 +140,7 @@ def test_attention_sinks_and_windows_go_through(rows):
     model = build("gpt_oss (20b)", head_dim=64)
     tokens = mx.array(PROMPT * 2)
     split, whole = (Target(model, (), fused_rows) for _ in range(2))
-    split.parts.is_on = True
+    split.attention.is_on = True
     results = []
     for target in (split, whole):
         cache = make_prompt_cache(model)
@@ -188,7 +188,7 @@ def test_a_kernel_is_forced_in_place_of_parts(is_there, expected, seen):
     """Parts may have been chosen before it is tried, and stay where MLX has no such kernel."""
     model = tiny_llama(**CROWDED)
     target = Target(model, (), fused_rows)
-    target.parts.use(is_on=True, is_forced=True)
+    target.attention.use(is_on=True, is_forced=True)
     target(mx.arange(8), make_prompt_cache(model))
     assert seen == expected * len(model.layers)
 
