@@ -18,9 +18,9 @@ from .taps import RecordedLayer, TapRecorder
 def find_final_norm(model: nn.Module) -> nn.Module:
     """The norm beside a model's layers: the only one, or the one called ``norm``; else ValueError.
 
-    A norm is known by its parameters: vectors only, of which one is the weight.
+    A norm is recognised by its parameters: only vectors, one of them called ``weight``.
     """
-    # model.layers may be a new list at each call: the owner is known by a layer in it.
+    # model.layers may be a new list at each call, so the owner is found by a layer in it.
     last = model.layers[-1]
     owners = [
         module
@@ -45,14 +45,14 @@ def find_final_norm(model: nn.Module) -> nn.Module:
 
 
 class Target:
-    """An mlx-lm model that also hands out its taps.
+    """An mlx-lm model that also returns its taps.
 
     Tap i is the residual stream entering layer i (0-based), before any norm; tap ``num_layers``
     is what enters the final norm, ``num_layers + 1`` what leaves it.
 
     The user's model is never changed: passes run on a ``StandIn``, which shares its weights. So
-    other threads may use the model, or targets of their own, at the same time. A target itself
-    is for one generation.
+    other threads may use the model, or their own targets, at the same time. A target itself
+    belongs to one generation.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Target:
         taps: tuple[int, ...] = (),
         most_rows: Callable[[int, int], int] = no_kernel,
     ):
-        """``most_rows``: of one attention kernel, see ``AttentionOptions``."""
+        """``most_rows``: rows that one attention kernel takes, see ``AttentionOptions``."""
         self.stage = find_stage(model)
         num_layers = self.stage.num_layers
         outside = [tap for tap in taps if not 0 <= tap <= num_layers + 1]
@@ -83,20 +83,20 @@ class Target:
     def can_verify_tree(self, cache: list[Any], num_rows: int) -> bool:
         """Whether the rows of a tree have the attention scales of plain decoding."""
         num = self._positions_of_one_scale
-        if num is None:  # and perhaps no cache, or one that counts no positions
+        if num is None:  # the cache may be missing, or count no positions
             return True
         start: int = cache[0].offset
         return start // num == (start + num_rows - 1) // num
 
     @property
     def attention(self) -> AttentionOptions:
-        """Whether attention cuts the rows of its passes into parts."""
+        """Options of the attention in its passes."""
         return self._stand_in.attention
 
     def _recording_stand_in(self, most_rows: Callable[[int, int], int]) -> StandIn:
         """The model's stand-in, whose layers and final norm tell ``self._recorder``.
 
-        The last layer always does, for ``logits_at``; of the others those beside a tap.
+        The last layer always does, for ``logits_at``; of the others, the ones next to a tap.
         """
         wanted = {max(tap - 1, 0) for tap in self._recorded} | {self.num_layers - 1}
         layers = enumerate(self.model.layers, self.stage.start)
