@@ -287,7 +287,7 @@ class DFlashDrafter(FeatureDrafter):
         return Draft(tokens, confidence=self.confidence(hidden[0], before))
 
     def _hidden(self, size: int) -> mx.array:
-        """Hidden states (1, k, h) of the slots of a block that draft ``size`` tokens."""
+        """Hidden hidden states (1, k, h) of the slots of a block that draft ``size`` tokens."""
         block = self.block_after(self._embedded(self._seed)[None], size)
         hidden = self.head(block, self.cache[:-1])
         self.num_forwards += 1

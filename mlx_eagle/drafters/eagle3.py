@@ -422,7 +422,7 @@ class ParallelDrafter(EagleDrafter):
         return mx.concatenate([own, hidden[num_pairs:]], axis=0)
 
     def forward_masked(self, num_requests: int, num_masked: int, caches: list[Any]) -> mx.array:
-        """Hidden states (B, m, h) of masked slots after the slots in the caches."""
+        """Hidden hidden states (B, m, h) of masked slots after the slots in the caches."""
         rows = self._mask_embedding, self._mask_hidden
         embeddings, hidden = (
             mx.broadcast_to(row, (num_requests, num_masked, row.shape[1])) for row in rows

@@ -192,7 +192,7 @@ class MTPDrafter(FeatureDrafter):
         return self._made_stand_in
 
     def forward(self, embeddings: mx.array, hidden: mx.array, caches: list[Any]) -> mx.array:
-        with self._stand_in.absorbed.told():
+        with self._stand_in.absorbed.absorbing():
             made: mx.array = self._stand_in.model(embeddings, hidden, caches)
         return made
 

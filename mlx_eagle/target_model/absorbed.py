@@ -52,7 +52,7 @@ class AbsorbedAttention:
         )
 
     @contextmanager
-    def told(self) -> Iterator[None]:
+    def absorbing(self) -> Iterator[None]:
         """Absorb in this block if that takes fewer multiplications."""
         self.is_on = True
         try:

@@ -158,7 +158,7 @@ def evaluate_ropes(model: nn.Module) -> None:
 
 
 class RowPositions:
-    """Positions by which the rows of a pass are rotated: ``offset + r`` unless told otherwise.
+    """Positions by which the rows of a pass are rotated: ``offset + r`` by default.
 
     In a tree they are ``offset + depths[r]``, depths (R,). ``one_by_one`` rotates each row as if
     it were run by itself: past the length that a model was trained for, a base that follows the
@@ -169,8 +169,8 @@ class RowPositions:
     one_by_one = False
 
     @contextmanager
-    def told(self, depths: mx.array | None = None, one_by_one: bool = False) -> Iterator[None]:
-        """Rotate rows in that way in this block."""
+    def using(self, depths: mx.array | None = None, one_by_one: bool = False) -> Iterator[None]:
+        """Use these positions for the passes in this block."""
         self.depths = depths
         self.one_by_one = one_by_one
         try:

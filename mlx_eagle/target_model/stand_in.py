@@ -131,7 +131,7 @@ class StandIn:
         """
         depths = tree_mask.sum(axis=1) - 1
         masks = tree_masks(caches, tree_mask, depths)
-        with masks, self.positions.told(depths), self.absorbed.told():
+        with masks, self.positions.using(depths), self.absorbed.absorbing():
             yield
 
 

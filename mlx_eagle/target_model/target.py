@@ -137,7 +137,7 @@ class Target:
 
     def batch(self, tokens: mx.array, cache: list[Any]) -> tuple[mx.array, mx.array | None]:
         """Run tokens (B, R) on top of batch caches: logits (B, R, V), features (B, R, F)."""
-        with self._stand_in.absorbed.told():
+        with self._stand_in.absorbed.absorbing():
             logits, seen = self._pass(tokens, cache)
         return logits, self._features(seen, tokens.shape[0])
 
@@ -180,8 +180,8 @@ class Target:
 
         Its rows attend to a latent cache as a single one does.
         """
-        positions = self._stand_in.positions.told(one_by_one=num_rows > 1)
-        with exact_masks(cache, num_rows), positions, self._stand_in.absorbed.told():
+        positions = self._stand_in.positions.using(one_by_one=num_rows > 1)
+        with exact_masks(cache, num_rows), positions, self._stand_in.absorbed.absorbing():
             yield
 
     def _pass(
