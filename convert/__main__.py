@@ -22,6 +22,7 @@ from mlx_eagle.system.progress import Bar
 from .pipeline import DTYPES, convert
 from .publish import to_pytorch
 from .published_config import Overrides
+from .stitch import stitch
 from .trim import Trim
 
 RANGES = (
@@ -58,6 +59,10 @@ def make_parser() -> argparse.ArgumentParser:
     add("--draft-vocab-text", metavar="FILE", help="the N tokens most frequent in this text")
     pair = ("HEAD", "DIR")
     add("--to-pytorch", nargs=2, metavar=pair, help="write a converted head for vLLM and SGLang")
+    parts = ("LAYERS", "MODEL", "DIR")
+    add(
+        "--stitch", nargs=3, metavar=parts, help="write a model's checkpoint with these MTP layers"
+    )
     add("--upload-repo", help="put the result on the hub under this id")
     add("--revision", help="branch, tag or commit of the source repository")
     rules = parser.add_argument_group("overrides, where a checkpoint does not say it or is wrong")
@@ -96,12 +101,15 @@ def run(args: argparse.Namespace) -> None:
     if args.to_pytorch is not None:
         to_pytorch(*args.to_pytorch)
         return
+    if args.stitch is not None:
+        print(f"The model with these layers is in {stitch(*args.stitch)}.")
+        return
     check_arguments(args)
     if args.check and args.target is not None:
         prepare_device()
     options: dict[str, Any] = vars(args)
     overrides = Overrides(**{f.name: options.pop(f.name) for f in fields(Overrides)})
-    options.pop("to_pytorch")
+    del options["to_pytorch"], options["stitch"]
     read = read_draft_vocab(options.pop("draft_vocab"))
     text = options.pop("draft_vocab_text")
     wanted = None if read is None else Trim.of(read, text)

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import mlx.core as mx
@@ -30,6 +31,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_eagle.drafters.config import Eagle3Config
 from mlx_eagle.drafters.head import Eagle3Head
 from mlx_eagle.drafters.head_weights import AttachedHead, load_head
+from mlx_eagle.drafters.output_rows import indices_in
 from mlx_eagle.drafters.quantize import bits_of
 from mlx_eagle.system.loading import load
 from mlx_eagle.system.progress import open_bar
@@ -38,6 +40,7 @@ from mlx_eagle.target_model.target import Target
 from .published_config import BASE, DEFAULT_THETA
 
 DEPTHS = 3
+NO_VARIANTS: Mapping[str, Any] = MappingProxyType({})
 CLEAR = 0.005  # difference in overlap, to count as better
 ERRORS = 3  # standard errors, to count as better
 
@@ -68,7 +71,7 @@ class TargetText:
     """A prompt with the target's own greedy answer, and the target's features and probabilities.
 
     ``tokens`` (n,) begin with ``num_prompt`` tokens of the prompt; ``features`` (n, h_t) are by
-    tap; ``probs`` (n - num_prompt, Vd) are those of the draftable tokens, after each token of
+    tap; ``probs`` (n - num_prompt, V) are those of the tokens ``ids`` (V,), after each token of
     the answer.
     """
 
@@ -76,6 +79,7 @@ class TargetText:
     num_prompt: int
     features: Mapping[int, mx.array]
     probs: mx.array
+    ids: np.ndarray
 
     def num_slots(self, num_depths: int) -> int:
         """The positions whose next ``num_depths`` tokens are all known: 2 of 5 answered, for 3."""
@@ -85,6 +89,10 @@ class TargetText:
         """The features of each position's ``lag``-th predecessor, side by side, (n, F)."""
         features = mx.concatenate([self.features[tap] for tap in taps], axis=-1)
         return features[mx.maximum(mx.arange(len(features)) - lag, 0)]
+
+    def probs_of(self, ids: mx.array) -> mx.array:
+        """The part of ``probs`` for some of its ids (Vd,)."""
+        return self.probs[:, mx.array(indices_in(np.array(ids), self.ids))]
 
 
 def encode(tokenizer: TokenizerWrapper, messages: Sequence[Mapping[str, str]]) -> list[int]:
@@ -119,7 +127,7 @@ def read_text(
     probs = mx.softmax(logits[len(prompt) :].astype(mx.float32), axis=-1)[:, ids]
     parts = dict(zip(order, mx.split(features, len(order), axis=-1), strict=True))
     mx.eval(parts, probs)
-    return TargetText(mx.array(tokens), len(prompt), parts, probs)
+    return TargetText(mx.array(tokens), len(prompt), parts, probs, np.array(ids))
 
 
 def read_conversation(
@@ -219,14 +227,15 @@ def read_as(part: AttachedHead, config: Eagle3Config) -> AttachedHead:
 class Report:
     """Results of the head as it was resolved, of its other readings, and of a wrong one.
 
-    ``baseline`` feeds features of the wrong positions; ``quantized`` is the resolved setting
-    with quantized weights. All others have the source's weights.
+    ``baseline`` feeds features of the wrong positions. ``variants`` are the resolved setting with
+    quantized weights, and with the whole draft vocabulary of a head of which a part is kept. All
+    others have the source's weights.
     """
 
     resolved: Row
     alternatives: tuple[Row, ...]
     baseline: Row
-    quantized: Row | None
+    variants: Mapping[str, Row]
     num_prompts: int
     num_positions: int
 
@@ -325,6 +334,7 @@ def compare(
     """
     first = text.num_prompt - 1
     num = text.num_slots(DEPTHS)
+    probs = text.probs_of(part.ids)
     hits = []
     overlaps = []
     steps = unroll(part, text.tokens, text.fused(taps, lag), first, num)
@@ -332,7 +342,7 @@ def compare(
         start = first + 2 + depth
         hits.append(drafted == text.tokens[start : start + num])
         q = mx.softmax(logits.astype(mx.float32), axis=-1)
-        overlaps.append(mx.minimum(q, text.probs[depth : depth + num]).sum(axis=-1))
+        overlaps.append(mx.minimum(q, probs[depth : depth + num]).sum(axis=-1))
     return mx.stack(hits), mx.stack(overlaps)
 
 
@@ -353,15 +363,16 @@ def check_head(
     model: nn.Module,
     tokenizer: TokenizerWrapper,
     *,
-    quantized: tuple[Mapping[str, Any], Mapping[str, mx.array]] | None = None,
+    variants: Mapping[str, tuple[Mapping[str, Any], Mapping[str, mx.array]]] = NO_VARIANTS,
     bases: set[float] = frozenset(),
     questions: Sequence[str] = QUESTIONS,
     num_tokens: int = 128,
 ) -> Report:
     """Teacher-force a head on the target's own greedy answers, under every reading of it.
 
-    ``config`` and ``weights`` are those that the converter saves without quantization,
-    ``quantized`` those with it; ``bases`` are rotary bases to try besides 10000. The
+    ``config`` and ``weights`` are those that the converter saves without quantization; of
+    ``variants`` by name, "quantized" has those with it, and "full" those of the whole draft
+    vocabulary; ``bases`` are rotary bases to try besides 10000. The
     ``questions`` are asked in one conversation, with answers of at most ``num_tokens``.
     Raises ValueError if head and target do not fit each other, or no answer is long enough.
     """
@@ -372,7 +383,9 @@ def check_head(
     baseline = replace(resolved, name="pairing shifted", lag=1)
     others = alternatives(own, num_layers, bases)
     taps = {tap for setting in (resolved, *others) for tap in setting.taps}
-    texts = read_conversation(model, tokenizer, questions, num_tokens, taps, part.ids)
+    attached = {name: attach(*given, model) for name, given in variants.items()}
+    ids = attached.get("full", part).ids
+    texts = read_conversation(model, tokenizer, questions, num_tokens, taps, ids)
     texts = [text for text in texts if text.num_slots(DEPTHS) > 0]
     if not texts:
         raise ValueError(
@@ -380,13 +393,14 @@ def check_head(
             "is nothing to compare with; convert without --check"
         )
     rows = [measure(part, setting, texts) for setting in (resolved, baseline, *others)]
-    packed_row = None
-    if quantized is not None:
-        name = f"in {bits_of(quantized[0]['quantization'])}"
-        packed = attach(*quantized, model)
-        packed_row = measure(packed, replace(resolved, name=name), texts)
+    measured = {}
+    for name, other in attached.items():
+        config = variants[name][0]
+        title = "full vocabulary" if name == "full" else f"in {bits_of(config['quantization'])}"
+        own = replace(resolved, name=title, config=other.head.config)
+        measured[name] = measure(other, own, texts)
     num_positions = sum(text.num_slots(DEPTHS) for text in texts)
-    return Report(rows[0], tuple(rows[2:]), rows[1], packed_row, len(texts), num_positions)
+    return Report(rows[0], tuple(rows[2:]), rows[1], measured, len(texts), num_positions)
 
 
 def verdict(report: Report) -> str:
@@ -410,8 +424,7 @@ def verdict(report: Report) -> str:
 
 def check_table(report: Report) -> str:
     """A table of all that was measured, one line per setting, and the verdict."""
-    rows = [report.resolved, *([report.quantized] if report.quantized else [])]
-    rows += [*report.alternatives, report.baseline]
+    rows = [report.resolved, *report.variants.values(), *report.alternatives, report.baseline]
     width = max(len(row.name) for row in rows)
     depths = " ".join(f"depth {depth}" for depth in range(1, DEPTHS + 1))
     lines = [
@@ -440,17 +453,15 @@ def _row_entry(row: Row) -> dict[str, Any]:
 
 def check_entry(report: Report) -> dict[str, Any]:
     """The entry ``check`` for the converted head's ``config.json``."""
-    values = {
+    return {
         "num_prompts": report.num_prompts,
         "num_positions": report.num_positions,
         **_row_entry(report.resolved),
+        **{name: _row_entry(row) for name, row in report.variants.items()},
         "alternatives": {row.name: _row_entry(row) for row in report.alternatives},
         "baseline": {report.baseline.name: _row_entry(report.baseline)},
         "winner": report.winner.name,
     }
-    if report.quantized is not None:
-        values["quantized"] = _row_entry(report.quantized)
-    return values
 
 
 def load_model(name: str, dtype: str | None = None) -> tuple[nn.Module, TokenizerWrapper]:

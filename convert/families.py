@@ -56,17 +56,6 @@ NAMES = (
     (r"^(layers\.\d+)\.feed_forward\.w1\.", r"\1.mlp.gate_proj."),
     (r"^(layers\.\d+)\.feed_forward\.w2\.", r"\1.mlp.down_proj."),
     (r"^(layers\.\d+)\.feed_forward\.w3\.", r"\1.mlp.up_proj."),
-    # llama.cpp
-    (r"^token_embd\.", "embed_tokens."),
-    (r"^output_norm\.", "norm."),
-    (r"^enc\.output_norm\.", "input_norm."),
-    (r"^output\.", "lm_head."),
-    (r"^blk\.(\d+)\.attn_norm\.", r"layers.\1.input_layernorm."),
-    (r"^blk\.(\d+)\.attn_norm_2\.", r"layers.\1.hidden_norm."),
-    (r"^blk\.(\d+)\.attn_output\.", r"layers.\1.self_attn.o_proj."),
-    (r"^blk\.(\d+)\.attn_([qkv])\.", r"layers.\1.self_attn.\2_proj."),
-    (r"^blk\.(\d+)\.ffn_norm\.", r"layers.\1.post_attention_layernorm."),
-    (r"^blk\.(\d+)\.ffn_(gate|up|down)\.", r"layers.\1.mlp.\2_proj."),
 )
 # Leftovers of training, and tables that are computed again.
 DROPPED = re.compile(r"^verifier_|(^|\.)rotary_emb\.inv_freq$")
@@ -89,7 +78,6 @@ class Family:
     describes_layers: bool = False  # windows, biases, q/k norms in the config are the draft's
     has_optional_norms: bool = False  # the final and the first norm may be missing
     owns_embedding: bool = True  # False: the target's is used, even if the file holds one
-    has_absolute_d2t: bool = False
     num_stop_rows: int = 0  # most rows of fc that tell when to stop thinking (AngelSlim)
     has_interleaved_heads: bool = False  # q and k rows in llama.cpp's order
     is_gemma: bool = False  # attention of Gemma's global layers, scaled embeddings, capped logits
@@ -115,7 +103,6 @@ FAMILIES = (
         "gguf",
         "llama.cpp GGUF",
         has=(FUSION, WIDE, r"^config general\.architecture = eagle3$"),
-        has_absolute_d2t=True,
         has_interleaved_heads=True,
     ),
     Family(

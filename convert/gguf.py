@@ -1,48 +1,36 @@
-"""Read an EAGLE-3 head out of a llama.cpp GGUF file (versions 2 and 3).
+"""Read a head, or the MTP layers of a model, out of a llama.cpp GGUF file (versions 2 and 3).
 
-Metadata gets the names that config.json files use; tensors keep their GGUF names. Block
+Metadata and tensors get the names of published checkpoints, by ``gguf_layouts.py``. Block
 formats are decoded when read: the usual ones here, others by the package ``gguf`` if it is
 installed. MLX's own reader fails on the 64-bit integers of ``d2t``.
 """
 
 import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mlx_eagle.system.fields import is_whole, shown
+from mlx_eagle.system.fields import LARGEST, is_whole, shown
 from mlx_eagle.system.safetensors import check_name, is_shape
 
+from .gguf_layouts import LAYOUTS, Damaged, Layout, layout_of
 from .stored import FORMATS, CutOff, Stored, map_file
 
-ARCHITECTURE = "eagle3"
-CONFIG_KEYS = {
-    "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads",
-    "attention.key_length": "head_dim",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-    "block_count": "num_hidden_layers",
-    "context_length": "max_position_embeddings",
-    "embedding_length": "hidden_size",
-    "norm_before_fc": "norm_before_fc",
-    "norm_before_residual": "norm_before_residual",
-    "rope.dimension_count": "rotary_dim",
-    "rope.freq_base": "rope_theta",
-    "target_hidden_size": "target_hidden_size",
-    "target_layers": "eagle_aux_hidden_state_layer_ids",
-    "vocab_size": "vocab_size",
-}
 SCALING_KEYS = {
     "rope.scaling.type": "rope_type",
     "rope.scaling.factor": "factor",
     "rope.scaling.original_context_length": "original_max_position_embeddings",
+    "rope.scaling.yarn_beta_fast": "beta_fast",
+    "rope.scaling.yarn_beta_slow": "beta_slow",
 }
-KEYS = {"general.architecture", "general.alignment", "tokenizer.ggml.tokens"}
-KEYS |= {f"{ARCHITECTURE}.{key}" for key in (*CONFIG_KEYS, *SCALING_KEYS)}
+TOKENS = "tokenizer.ggml.tokens"
+MASK = "tokenizer.ggml.mask_token_id"
+KEYS = {"general.architecture", "general.alignment", TOKENS, MASK}
+KEYS |= {f"{a}.{key}" for a, own in LAYOUTS.items() for key in (*own.keys, *SCALING_KEYS)}
 """The metadata that is used; everything else is skipped."""
 # The codes in struct for the value types 0 to 12; strings (8) and arrays (9) have none.
 SCALARS = {kind: code for kind, code in enumerate("BbHhIif?  Qqd") if code != " "}
@@ -55,10 +43,6 @@ MAX_LISTED = 1024
 MAX_ALIGNMENT = 1 << 16
 MAX_STRING = 1 << 10  # bytes of a string that are read; as text they may take four times that
 WIDTHS = {name: np.dtype(kind).itemsize for name, kind in FORMATS.items()}
-
-
-class Damaged(ValueError):
-    """The file holds something that no head's file holds."""
 
 
 @dataclass(frozen=True)
@@ -210,7 +194,7 @@ def _tensor(name: str, shape: tuple[int, ...], kind: int, data: np.ndarray) -> S
     else:
         block = BLOCKS[kind] if kind in BLOCKS else _other(name, kind)
     form, width, num_bytes, decode = block
-    if len(shape) > MAX_DIMS or not is_shape(shape) or (shape and shape[-1] % width):
+    if not is_shape(shape) or max(shape, default=0) > LARGEST or (shape and shape[-1] % width):
         raise Damaged(f"{name} is {form} {shown(shape)}, which cannot be")
     size = math.prod(shape) // width * num_bytes
     if size > len(data):
@@ -242,7 +226,7 @@ def _other(name: str, kind: int) -> Block:
 
 
 def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, Stored]]:
-    """Config and tensors of the file; ValueError if it is cut off or no EAGLE-3 head."""
+    """Config and tensors of the file; ValueError if it is cut off or holds no drafter."""
     try:
         return _read(_Reader(map_file(path)))
     except CutOff as err:
@@ -268,11 +252,9 @@ def _read(reader: _Reader) -> tuple[dict[str, Any], dict[str, Stored]]:
         if key in KEYS:
             metadata[key] = value
     architecture = metadata.get("general.architecture")
-    if architecture != ARCHITECTURE:
-        raise Damaged(
-            f"it holds a model of the architecture {_shown(architecture)}; expected an "
-            f"{ARCHITECTURE} head (general.architecture)"
-        )
+    layout = layout_of(architecture)
+    said = _config(metadata, architecture, layout)
+    first = layout.first_block(architecture, said)
     entries = [_entry(reader) for _ in range(num_tensors)]
     alignment = metadata.get("general.alignment", 32)
     if not is_whole(alignment) or not 0 < alignment <= MAX_ALIGNMENT:
@@ -280,11 +262,12 @@ def _read(reader: _Reader) -> tuple[dict[str, Any], dict[str, Stored]]:
             f"its general.alignment is {_shown(alignment)}, expected 1 to {MAX_ALIGNMENT}"
         )
     start = -(-reader.at // alignment) * alignment
-    tensors = {
-        tensor: _tensor(tensor, shape, kind, reader.data[start + offset :])
-        for tensor, shape, kind, offset in entries
-    }
-    return _config(metadata), tensors
+    tensors = {}
+    for tensor, shape, kind, offset in entries:
+        new = layout.new_name(tensor, first)
+        if new is not None:
+            tensors[new] = _tensor(tensor, shape, kind, reader.data[start + offset :])
+    return layout.config(said), layout.undone(tensors)
 
 
 def _entry(reader: _Reader) -> tuple[str, tuple[int, ...], int, int]:
@@ -298,16 +281,19 @@ def _entry(reader: _Reader) -> tuple[str, tuple[int, ...], int, int]:
     return name, shape, reader.scalar("I"), reader.scalar("Q")
 
 
-def _config(metadata: dict[str, Any]) -> dict[str, Any]:
-    def section(keys: dict[str, str]) -> dict[str, Any]:
-        found = {new: metadata.get(f"{ARCHITECTURE}.{old}") for old, new in keys.items()}
+def _config(metadata: dict[str, Any], architecture: str, layout: Layout) -> dict[str, Any]:
+    def section(keys: Mapping[str, str]) -> dict[str, Any]:
+        found = {
+            new: metadata.get(old, metadata.get(f"{architecture}.{old}"))
+            for old, new in keys.items()
+        }
         for name, value in found.items():
             if isinstance(value, Long):
                 raise Damaged(f"its {name} is {_shown(value)}, which no head has")
         return {name: value for name, value in found.items() if value is not None}
 
-    config = {"general.architecture": ARCHITECTURE, **section(CONFIG_KEYS)}
-    tokens = metadata.get("tokenizer.ggml.tokens")
+    config = {"general.architecture": architecture, **section(layout.keys)}
+    tokens = metadata.get(TOKENS)
     if "vocab_size" not in config and isinstance(tokens, Long):
         config["vocab_size"] = tokens.count
     scaling = section(SCALING_KEYS)

@@ -496,7 +496,7 @@ def resolve(
     head = PublishedHead(family, checkpoint.config, settings, tensors, target, overrides)
     _name_norms(head)
     _drop_early_stop(head)
-    vocabulary = resolve_vocabulary(tensors, settings, family.has_absolute_d2t)
+    vocabulary = resolve_vocabulary(tensors, settings)
     for name in ("d2t", "t2d", *(() if family.owns_embedding else ("embed_tokens.weight",))):
         tensors.pop(name, None)
     config = _build_config(head, vocabulary)

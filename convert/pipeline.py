@@ -333,23 +333,32 @@ def _check_draft_vocab(config: Mapping[str, Any], wanted: Trim) -> None:
 
 def _convert_eagle(
     checkpoint: DraftCheckpoint,
-    resolved: Resolved,
     target: TargetSizes | None,
     options: SaveOptions,
+    overrides: Overrides,
     check: bool,
+    draft_vocab: Trim | None,
 ) -> tuple[Head, list[str]]:
-    """An EAGLE head, and lines for people about it; a check measures it quantized and not."""
+    """An EAGLE head, and lines for people about it.
+
+    A check measures it quantized and not, and with its whole draft vocabulary if a part is kept.
+    """
+    resolved = prepare(checkpoint, target, overrides, draft_vocab)
     head = build(resolved, options)
     lines = summary(checkpoint, head)
     if check and isinstance(target, TargetFolder):
+        unquantized = SaveOptions(options.dtype)
         dense = head
-        packed = None
+        variants = {}
         if "quantization" in head.config:
-            dense = build(resolved, SaveOptions(options.dtype))
-            packed = (head.config, head.weights)
+            dense = build(resolved, unquantized)
+            variants["quantized"] = head.config, head.weights
+        if draft_vocab is not None:
+            whole = build(prepare(checkpoint, target, overrides, None), unquantized)
+            variants["full"] = whole.config, whole.weights
         bases = rope_bases(checkpoint.config) | rope_bases(target.config)
         loaded = load_model(target.name, options.dtype)
-        report = check_head(dense.config, dense.weights, *loaded, quantized=packed, bases=bases)
+        report = check_head(dense.config, dense.weights, *loaded, variants=variants, bases=bases)
         head.config["check"] = check_entry(report)
         lines.append(check_table(report))
     return head, lines
@@ -387,6 +396,13 @@ def open_published(
         base, _ = made_from(source)
         way_out = f"convert {base}, which it was made from" if base else "convert its original"
         raise ValueError(f"{source} is a model without MTP layers: {way_out}")
+    if kind == "mtp" and checkpoint.files[0].suffix == ".gguf":
+        if target is None:
+            raise ValueError(
+                f"{source} says not all of what its MTP layers are built of: name the model that "
+                "they are for with --target"
+            )
+        checkpoint = replace(checkpoint, config=read_target_config(target))
     return kind, checkpoint
 
 
@@ -432,8 +448,7 @@ def convert(
         draft_vocab = Trim(draft_vocab)
     is_eagle = KINDS[kind].convert is None
     if is_eagle:
-        resolved = prepare(checkpoint, model, overrides, draft_vocab)
-        head, lines = _convert_eagle(checkpoint, resolved, model, options, check)
+        head, lines = _convert_eagle(checkpoint, model, options, overrides, check, draft_vocab)
     else:
         _refuse(kind, draft_vocab, overrides)
         head, lines = _convert_kind(kind, checkpoint, model, options, check, draft_vocab)

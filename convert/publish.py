@@ -104,6 +104,8 @@ def _agreement(check: Mapping[str, Any] | None) -> list[str]:
     rows = {"as converted, not quantized": check}
     if "quantized" in check:
         rows["as stored here, quantized"] = check["quantized"]
+    if "full" in check:
+        rows["with the full draft vocabulary"] = check["full"]
     said = (
         f"Share of drafted tokens that equal the target's own greedy text, at "
         f"{check['num_positions']} positions of {check['num_prompts']} short answers:"

@@ -71,15 +71,14 @@ def _read_vector(
     return tensors[name].numpy()
 
 
-def _target_ids(tensors: Mapping[str, Tensor], absolute: bool) -> np.ndarray | None:
-    """The target id of each draft id, by d2t or t2d; ``absolute``: d2t holds no offsets."""
+def _target_ids(tensors: Mapping[str, Tensor]) -> np.ndarray | None:
+    """The target id of each draft id, by d2t or t2d."""
     marked = _read_vector(tensors, "t2d", FLAGS)
     stored = _read_vector(tensors, "d2t", NUMBERS)
     kept = None if marked is None else np.flatnonzero(marked)
     if stored is None:
         return kept
-    stored = stored.astype(np.int64)
-    ids = stored if absolute else stored + np.arange(len(stored))
+    ids = stored.astype(np.int64) + np.arange(len(stored))
     if kept is not None and not np.array_equal(kept, ids):
         raise ValueError(
             f"d2t and t2d disagree: {len(ids)} draft ids, {len(kept)} marked in t2d; "
@@ -88,11 +87,9 @@ def _target_ids(tensors: Mapping[str, Tensor], absolute: bool) -> np.ndarray | N
     return ids
 
 
-def resolve_vocabulary(
-    tensors: Mapping[str, Tensor], settings: Mapping[str, Any], absolute: bool
-) -> Vocabulary:
+def resolve_vocabulary(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> Vocabulary:
     """Both sizes and the map between them; ValueError if tensors and config disagree."""
-    ids = _target_ids(tensors, absolute)
+    ids = _target_ids(tensors)
     output = tensors.get("lm_head.weight")
     stated = settings.get("draft_vocab_size")
     size = settings.get("vocab_size")

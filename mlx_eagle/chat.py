@@ -53,6 +53,11 @@ HELP = {
 }
 
 
+def commands() -> dict[str, str]:
+    """Commands, and what they do here: mlx.launch passes nothing on after a Ctrl-C."""
+    return HELP if num_ranks() == 1 else HELP | {"Ctrl-C": "leaves"}
+
+
 def build_parser() -> argparse.ArgumentParser:
     """mlx-lm's parser, with our flags beside its own."""
     parser = setup_arg_parser()
@@ -157,7 +162,7 @@ class UI(ChatUI):
 
     def say_help(self) -> None:
         label = "[ui.label]commands[/ui.label]    "
-        for name, what in HELP.items():
+        for name, what in commands().items():
             make_console().print(
                 f"  {label}[ui.strong]{name}[/ui.strong] [ui.muted]{what}[/ui.muted]"
             )
@@ -178,7 +183,7 @@ class PlainUI(UI):
         return input()
 
     def say_help(self) -> None:
-        print("\n".join(f"{name}: {what}" for name, what in HELP.items()))
+        print("\n".join(f"{name}: {what}" for name, what in commands().items()))
 
     def say_reset(self) -> None:
         """The answers show it."""

@@ -14,6 +14,7 @@ import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .decoding.setup import AUTO
+from .drafters import mtp
 from .drafters.base import Drafter
 from .drafters.kind import Kind, LoadOptions
 from .drafters.kinds import KINDS, is_converted, kind_of, load_drafter, own_kind, published_kind
@@ -128,6 +129,13 @@ def _open_published(
     """Open a drafter in the form of its makers."""
     if kind.loads_published:
         return kind.load(path, read_published(path / "config.json"), model, options)
+    if path.is_file() or any(path.glob("*.gguf")):
+        from .convert.checkpoint import open_checkpoint
+
+        checkpoint = open_checkpoint(str(path))
+        if mtp.recognise(checkpoint.tensors, checkpoint.config):
+            arrays = {name: tensor.read() for name, tensor in checkpoint.tensors.items()}
+            return mtp.load_mtp(arrays, model, options)
     packing = options.quantization(model)
     if options.quantize_bits is None and _is_packed(path):
         packing = Quantization()  # what is packed stays as it is

@@ -172,7 +172,7 @@ SHARED_FILES = {
     "flags.py",  # of the command of each package
     "generate.py",  # the public functions, a command, and what batches run
     # Kinds of drafters, in drafters/, and how each is trained, in train/.
-    "kinds.py", "assistant.py", "dflash.py", "eagle3.py", "mtp.py",
+    "kinds.py", "assistant.py", "dflash.py", "dflash2.py", "dspark.py", "eagle3.py", "mtp.py",
 }  # fmt: skip
 
 

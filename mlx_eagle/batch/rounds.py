@@ -14,7 +14,7 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
 from ..decoding.accept import AskedLogprobs, RowsInTurn, log_softmax
-from ..decoding.agreement import agreed
+from ..decoding.agreement import AgreedController, agreed
 from ..decoding.auto import AdaptiveController, fixed_controller
 from ..decoding.decoder import MOST_BEHIND
 from ..decoding.loop import MOST_FORCED, Controller, Pipeline
@@ -92,6 +92,8 @@ class Batch:
         self._stream = stream
         with mx.stream(stream):
             self._target = Target(model, draft_model.taps, fused_rows)
+        if isinstance(controller, AgreedController):
+            controller.ride(self._target)
         if options is not None:
             self._target.attention.use(options.splits_attention, options.forces_fused)
         self._rule = BatchRule([])

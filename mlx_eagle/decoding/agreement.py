@@ -7,9 +7,10 @@ import mlx.nn as nn
 
 from ..drafters.acceptance_stats import CopySeen
 from ..drafters.seen_text import TextMatch
-from ..drafters.tree import LEAST_MATCHES, PLAIN, DraftPlan, DraftShape
+from ..drafters.tree import LEAST_MATCHES, PLAIN, TREES, DraftPlan, DraftShape
 from ..system.ranks import Relay, is_first
 from ..target_model.sharding import is_sharded
+from ..target_model.target import Target
 from .auto import AdaptiveController
 from .stats import DraftingEvent
 
@@ -18,8 +19,8 @@ class AgreedController:
     """A ``Controller`` that decides alike in all ranks, whatever their clocks and chips say.
 
     Rank 0 chooses a round ahead: its choice travels while the round before is computed, and nobody
-    waits for it. That is one exchange of a few numbers more than the passes need. Trees are not
-    among the shapes.
+    waits for it. That is one exchange of a few numbers more than the passes need, or none where
+    a pipeline's passes take it along: then rank 0 chooses two rounds ahead.
     """
 
     def __init__(self, own: AdaptiveController, stream: mx.Stream | mx.ThreadLocalStream):
@@ -28,6 +29,12 @@ class AgreedController:
         first = Relay(stream).pass_on([own.drafting_off, own.never_pays])
         self.drafting_off = bool(first[0])
         self.never_pays = bool(first[1])
+
+    def ride(self, target: Target) -> None:
+        """Send choices with the activations that passes of ``target`` exchange, where they do."""
+        if target.stage.to_fetch(target.taps):
+            target.exchange = self._relay.ride
+            self._relay.rides = True
 
     @property
     def events(self) -> list[DraftingEvent]:
@@ -65,20 +72,23 @@ def agreed(
 
 
 def to_numbers(plan: DraftPlan) -> list[int]:
-    """A plan without trees as whole numbers, always as many."""
+    """A plan without prices as whole numbers, always as many."""
     shapes = [plan.shape]
     for others in (plan.by_match, plan.by_answer):
         shapes += others or [PLAIN] * len(LEAST_MATCHES)
     numbers = [bool(plan.by_match), bool(plan.by_answer)]
-    return [*numbers, *(shape.size for shape in shapes), *(shape.copy for shape in shapes)]
+    drafts = (s.size if s.tree is None else -1 - TREES.index(s) for s in shapes)
+    return [*numbers, *drafts, *(shape.copy for shape in shapes)]
 
 
 def from_numbers(numbers: Sequence[int]) -> DraftPlan:
     """The plan that ``to_numbers`` gave these for."""
     has_matches, has_answers, *values = numbers
     half = len(values) // 2
-    sizes = zip(values[:half], values[half:], strict=True)
-    first, *others = (DraftShape(size, copy=copy) for size, copy in sizes)
+    drafts = zip(values[:half], values[half:], strict=True)
+    first, *others = (
+        TREES[-1 - size] if size < 0 else DraftShape(size, copy=copy) for size, copy in drafts
+    )
     num = len(LEAST_MATCHES)
     by_match = tuple(others[:num]) if has_matches else ()
     return DraftPlan(first, by_match, tuple(others[num:]) if has_answers else ())

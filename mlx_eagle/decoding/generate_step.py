@@ -18,7 +18,7 @@ from ..system.progress import Progress, silent
 from ..target_model.cache_view import close_windows
 from ..target_model.kernels import KernelOptions, OptionTrial
 from ..target_model.rollback import CacheQuantization
-from .agreement import agreed
+from .agreement import AgreedController, agreed
 from .auto import AdaptiveController, FixedController, fixed_controller
 from .decoder import Decoder, Limits
 from .loop import Controller, Pipeline, SingleRunner
@@ -242,6 +242,8 @@ def make_controller(
         copies=copies,
     )
     controller = agreed(own, decoder.target.model, decoder.stream)
+    if isinstance(controller, AgreedController):
+        controller.ride(decoder.target)
     stats.drafting_events = controller.events
     decoder.discards_features |= controller.never_pays
     return controller

@@ -247,7 +247,7 @@ def drawable_trees(decoder: Decoder) -> tuple[DraftShape, ...]:
     """The ``TREES`` that the drafter can draft; () if the target's caches cannot verify any."""
     if not decoder.drafter.supports_trees or decoder.quantization.bits is not None:
         return ()
-    if is_sharded(decoder.target.model):
+    if is_sharded(decoder.target.model) and not verifies_trees(decoder):  # all ranks at once
         return ()
     drafter = decoder.drafter
     return tuple(shape for shape in TREES if _passes(check_tree_drafter, drafter, shape.tree))

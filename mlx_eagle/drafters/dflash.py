@@ -43,6 +43,7 @@ from .target_parts import activation_dtype, embedding_scale, find_embedding, lm_
 from .tree import Tree, check_tree_width
 
 Caches = list[KVCache] | list[RaggedCache]
+Sublayer = Callable[[mx.array], mx.array]
 
 
 def visible(
@@ -110,15 +111,14 @@ class BlockAttention(nn.Module):
 
     def absorb(self, context: mx.array, cache: KVCache | RaggedCache) -> None:
         """Append keys and values of the context's rows (B, m, h) to the cache."""
-        cache.update_and_fetch(*self._keys_and_values(context, cache.offset))
+        cache.update_and_fetch(*self.keys_and_values(context, cache.offset))
 
     def __call__(
         self, x: mx.array, cache: KVCache | RaggedCache, mask: mx.array | None
     ) -> mx.array:
         """Attend from the block's rows (B, m, h); their keys and values are left in the cache."""
-        q = self.q_norm(self._to_heads(self.q_proj(x), self.num_heads))
-        q = self.rope(q, offset=cache.offset)
-        keys, values = cache.update_and_fetch(*self._keys_and_values(x, cache.offset))
+        q = self.queries(x, cache.offset)
+        keys, values = cache.update_and_fetch(*self.keys_and_values(x, cache.offset))
         out = mx.fast.scaled_dot_product_attention(
             q,
             keys,
@@ -129,7 +129,14 @@ class BlockAttention(nn.Module):
         )
         return self.o_proj(out.swapaxes(1, 2).reshape(*x.shape[:2], -1))
 
-    def _keys_and_values(self, x: mx.array, offset: int | mx.array) -> tuple[mx.array, mx.array]:
+    def queries(self, x: mx.array, offset: int | mx.array) -> mx.array:
+        """Queries (B, H, m, D) of rows (B, m, h), the first at position ``offset``, () or (B,)."""
+        q = self.q_norm(self._to_heads(self.q_proj(x), self.num_heads))
+        turned: mx.array = self.rope(q, offset=offset)
+        return turned
+
+    def keys_and_values(self, x: mx.array, offset: int | mx.array) -> tuple[mx.array, mx.array]:
+        """Keys and values (B, Hkv, m, D) of such rows."""
         k = self.k_norm(self._to_heads(self.k_proj(x), self.num_kv_heads))
         return self.rope(k, offset=offset), self._to_heads(self.v_proj(x), self.num_kv_heads)
 
@@ -154,7 +161,10 @@ class BlockMLP(nn.Module):
 
 
 class BlockLayer(nn.Module):
-    """Layer of a DFlash head. The context does not go through ``input_layernorm``."""
+    """Layer of a DFlash head. The context does not go through ``input_layernorm``.
+
+    It takes rows (B, m, h), and a function from their normed form to what attention adds.
+    """
 
     def __init__(self, config: BlockConfig):
         super().__init__()
@@ -163,10 +173,8 @@ class BlockLayer(nn.Module):
         self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def __call__(
-        self, x: mx.array, cache: KVCache | RaggedCache, mask: mx.array | None
-    ) -> mx.array:
-        x = x + self.self_attn(self.input_layernorm(x), cache, mask)
+    def __call__(self, x: mx.array, attend: Sublayer) -> mx.array:
+        x = x + attend(self.input_layernorm(x))
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -212,7 +220,8 @@ class DFlashHead(nn.Module):
         else:
             num_columns = caches[0].make_mask(num_rows).shape[-1]
         for i, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
-            x = layer(x, cache, visible(base, num_rows, num_columns, self.config, i))
+            mask = visible(base, num_rows, num_columns, self.config, i)
+            x = layer(x, partial(layer.self_attn, cache=cache, mask=mask))
         hidden: mx.array = self.norm(x)
         return hidden
 

@@ -10,12 +10,10 @@ from typing import Annotated, Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import KVCache
 
 from ..system.fields import POSITIVE, whole
-from ..target_model.ragged import RaggedCache
 from .block_config import BlockConfig, fields_from, known_tensors, merged
-from .dflash import BlockLayer, DFlashDrafter, DFlashHead, block_kind
+from .dflash import BlockLayer, DFlashDrafter, DFlashHead, Sublayer, block_kind
 from .head import capped
 from .kind import Tensor, Tensors
 
@@ -60,6 +58,11 @@ class BlockConvolution(nn.Module):
         added = self.kernel_projection(x).reshape(*x.shape[:2], 2, num_taps, -1)
         return self.base_kernel + mx.repeat(added, h // added.shape[-1], axis=-1)
 
+    def __call__(self, x: mx.array, sublayer: Sublayer) -> mx.array:
+        """Call a sublayer on x (B, m, h) between both convolutions."""
+        kernels = self.kernels(x)
+        return convolved(sublayer(convolved(x, kernels[:, :, 0])), kernels[:, :, 1])
+
 
 def convolved(x: mx.array, kernel: mx.array) -> mx.array:
     """Convolve x (B, m, h) with a kernel (B, m, T, h); zeros stand before the block."""
@@ -79,17 +82,9 @@ class ConvolvedLayer(BlockLayer):
         self.attention_conv = BlockConvolution(config)
         self.mlp_conv = BlockConvolution(config)
 
-    def __call__(
-        self, x: mx.array, cache: KVCache | RaggedCache, mask: mx.array | None
-    ) -> mx.array:
-        normed = self.input_layernorm(x)
-        kernels = self.attention_conv.kernels(normed)
-        seen = self.self_attn(convolved(normed, kernels[:, :, 0]), cache, mask)
-        x = x + convolved(seen, kernels[:, :, 1])
-        normed = self.post_attention_layernorm(x)
-        kernels = self.mlp_conv.kernels(normed)
-        out = self.mlp(convolved(normed, kernels[:, :, 0]))
-        return x + convolved(out, kernels[:, :, 1])
+    def __call__(self, x: mx.array, attend: Sublayer) -> mx.array:
+        x = x + self.attention_conv(self.input_layernorm(x), attend)
+        return x + self.mlp_conv(self.post_attention_layernorm(x), self.mlp)
 
 
 class CandidateSelector(nn.Module):
@@ -147,12 +142,18 @@ class DFlash2Drafter(DFlashDrafter):
         self, before: mx.array, carried: mx.array, *slot: mx.array
     ) -> tuple[mx.array, mx.array]:
         """Logits of the candidates, given the token before; of all others -inf."""
-        logits, hidden, candidates = slot
-        scores = mx.take_along_axis(logits, candidates, axis=-1)
-        rows = candidates if self.rows is None else self.rows.index[candidates]
-        scores = scores + self.head.candidate_selector(before, hidden, rows)
+        logits, _, candidates = slot
+        scores = self.scores(before, *slot)
         only = mx.put_along_axis(mx.full(logits.shape, -mx.inf), candidates, scores, axis=-1)
         return only, carried
+
+    def scores(
+        self, before: mx.array, logits: mx.array, hidden: mx.array, candidates: mx.array
+    ) -> mx.array:
+        """Scores (m, n) of candidates (m, n) after tokens (m,), in slots as ``slots`` has them."""
+        rows = candidates if self.rows is None else self.rows.index[candidates]
+        own = self.head.candidate_selector(before, hidden, rows)
+        return mx.take_along_axis(logits, candidates, axis=-1) + own
 
 
 def tensors_of(tensors: Tensors) -> dict[str, Tensor]:

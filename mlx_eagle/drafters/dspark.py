@@ -10,12 +10,10 @@ from typing import Annotated, Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import KVCache
 
 from ..system.fields import one_of, whole
-from ..target_model.ragged import RaggedCache
 from .block_config import BlockConfig, fields_from, first_slot_from, known_tensors, merged
-from .dflash import BlockAttention, BlockLayer, DFlashDrafter, DFlashHead, block_kind
+from .dflash import BlockAttention, BlockLayer, DFlashDrafter, DFlashHead, Sublayer, block_kind
 from .kind import Tensor, Tensors
 
 CONFIDENCE = ("confidence_head.proj.weight", "confidence_head.proj.bias")
@@ -88,12 +86,12 @@ class ConfidenceHead(nn.Module):
         self.proj = nn.Linear(config.hidden_size + rank, 1)
 
     def __call__(self, hidden: mx.array, before: mx.array | None) -> mx.array:
-        """Chances (k,) from states (k, h) and, if asked for, the tokens before, embedded (k, r).
+        """Logits (...) of these chances, of states (..., h), and tokens before, embedded (..., r).
 
-        DeepSpec, modeling/dspark/markov_head.py: sigmoid(w [h, w1[y]] + b).
+        DeepSpec, modeling/dspark/markov_head.py: w [h, w1[y]] + b. Not every head asks for tokens.
         """
         rows = hidden if before is None else mx.concatenate([hidden, before], axis=-1)
-        return mx.sigmoid(self.proj(rows)[:, 0].astype(mx.float32))
+        return self.proj(rows)[..., 0].astype(mx.float32)
 
 
 class GemmaAttention(BlockAttention):
@@ -106,7 +104,7 @@ class GemmaAttention(BlockAttention):
         if config.values_are_keys:
             self.pop("v_proj")
 
-    def _keys_and_values(self, x: mx.array, offset: int | mx.array) -> tuple[mx.array, mx.array]:
+    def keys_and_values(self, x: mx.array, offset: int | mx.array) -> tuple[mx.array, mx.array]:
         k = self._to_heads(self.k_proj(x), self.num_kv_heads)
         v = self._to_heads(self.v_proj(x), self.num_kv_heads) if "v_proj" in self else k
         return self.rope(self.k_norm(k), offset=offset), mx.fast.rms_norm(v, None, self.eps)
@@ -124,11 +122,8 @@ class GemmaLayer(BlockLayer):
         self.post_feedforward_layernorm = nn.RMSNorm(h, eps)
         self.layer_scalar = mx.ones((1,))
 
-    def __call__(
-        self, x: mx.array, cache: KVCache | RaggedCache, mask: mx.array | None
-    ) -> mx.array:
-        attended = self.self_attn(self.input_layernorm(x), cache, mask)
-        x = x + self.post_attention_layernorm(attended)
+    def __call__(self, x: mx.array, attend: Sublayer) -> mx.array:
+        x = x + self.post_attention_layernorm(attend(self.input_layernorm(x)))
         added = self.mlp(self.pre_feedforward_layernorm(x))
         x = x + self.post_feedforward_layernorm(added)
         scalar: mx.array = self.layer_scalar
@@ -172,14 +167,18 @@ class DSparkDrafter(DFlashDrafter):
         return logits + self.project(markov.markov_w2, own), carried
 
     def confidence(self, hidden: mx.array, before: mx.array) -> mx.array | None:
+        logits = self.confidence_logits(hidden, before)
+        return None if logits is None else mx.sigmoid(logits)
+
+    def confidence_logits(self, hidden: mx.array, before: mx.array) -> mx.array | None:
+        """Logits (...) of confidence in slots of states (..., h) after tokens (...), if any."""
         head = self.head
         if head.config.confidence == "none":
             return None
         is_told = head.config.confidence == "markov"
-        chances: mx.array = head.confidence_head(
-            hidden, head.markov_head.markov_w1(before) if is_told else None
-        )
-        return chances
+        known = head.markov_head.markov_w1(before) if is_told else None
+        logits: mx.array = head.confidence_head(hidden, known)
+        return logits
 
 
 def tensors_of(tensors: Tensors) -> dict[str, Tensor]:

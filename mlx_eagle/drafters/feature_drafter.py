@@ -11,7 +11,7 @@ import numpy as np
 from mlx_lm.models.cache import KVCache
 
 from .base import Draft, Drafter, Pick, PickChildren, check_width
-from .output_rows import MOST_OF_A_PROMPT, OutputRows, Project, index_of, newest_others
+from .output_rows import MOST_OF_A_PROMPT, OutputRows, Project, indices_in, newest_others
 from .tree import StaticTree, Step, Tree
 
 
@@ -102,7 +102,7 @@ class FeatureDrafter(Drafter):
         assert self._wanted is not None
         self.seen = seen
         ids = np.concatenate([self._wanted, np.array(seen, np.int64)])
-        index = ids if self._own_ids is None else index_of(ids, np.array(self._own_ids))
+        index = ids if self._own_ids is None else indices_in(ids, np.array(self._own_ids))
         self.rows = OutputRows(index)
         own = self.rows.index
         self.to_target = own if self._own_ids is None else self._own_ids[own]

@@ -13,7 +13,9 @@ import socket
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import mlx.core as mx
@@ -63,24 +65,39 @@ def share(value: Any) -> Any:
 class Relay:
     """Numbers of rank 0 that all ranks learn one call later, so that nobody waits for them.
 
-    The first call gives what it was given: by then all must know it.
+    Two calls later where they ``ride`` with what the passes exchange. The first call gives what
+    it was given: by then all must know it.
     """
 
     def __init__(self, stream: Any) -> None:
         """``stream`` is that of the passes: what is exchanged must be so in one order."""
+        self.rides = False
         self._stream = stream
-        self._sent: mx.array | None = None
+        self._waiting: mx.array | None = None
+        self._sent: deque[mx.array] = deque(maxlen=2)
 
     def pass_on(self, numbers: list[int]) -> list[int]:
-        """Send ``numbers``, always as many, and return those of the call before."""
-        own = numbers if is_first() else [0] * len(numbers)
-        with mx.stream(self._stream):
-            sent = mx.distributed.all_sum(mx.array(own, dtype=mx.int32))
-            mx.async_eval(sent)
-        before = sent if self._sent is None else self._sent
-        self._sent = sent
-        found: list[int] = before.tolist()
+        """Send ``numbers``, always as many and at most 256; return those sent before the last."""
+        self._waiting = mx.array(numbers if is_first() else [0] * len(numbers), dtype=mx.int32)
+        if not (self.rides and self._sent):
+            with mx.stream(self._stream):
+                self.ride(mx.zeros(0, dtype=mx.int32))
+        found: list[int] = self._sent[0].tolist()
         return found
+
+    def ride(self, carrier: mx.array) -> mx.array:
+        """The sum of ``carrier`` over all ranks, sent with the numbers that wait for it."""
+        if self._waiting is None:
+            return mx.distributed.all_sum(carrier)
+        num = self._waiting.size
+        # Whole numbers up to 256 are the same in every type of activations.
+        numbers = self._waiting.astype(carrier.dtype)
+        both = mx.distributed.all_sum(mx.concatenate([numbers, carrier.flatten()]))
+        sent = both[:num].astype(mx.int32)
+        mx.async_eval(sent)
+        self._waiting = None
+        self._sent.append(sent)
+        return both[num:].reshape(carrier.shape)
 
 
 def run_on_ranks(command: Callable[[], None]) -> None:
@@ -163,5 +180,8 @@ def _watch_launcher(parent: int, signals: socket.socket) -> None:
 def _end(number: int, frame: object = None) -> None:
     """Say why, and end at once: whatever else is exchanged now may never return."""
     was_user = number == signal.SIGINT
+    if was_user:  # mlx.launch passes nothing on after a Ctrl-C
+        with suppress(OSError):
+            os.dup2(os.open("/dev/tty", os.O_WRONLY), 2)
     os.write(2, b"\ninterrupted\n" if was_user else f"error: {LOST}\n".encode())
     os._exit(128 + number)

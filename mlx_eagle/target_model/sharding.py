@@ -7,6 +7,7 @@ head is whole in every process, and decides the same everywhere because it is fe
 Whatever is exchanged must be so in one order in all processes: on the stream of the passes.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -28,6 +29,8 @@ SHARDED = (
     ShardedToAllLinear,
 )
 
+Exchange = Callable[[mx.array], mx.array]
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -45,21 +48,30 @@ class Stage:
         """Whether this process has that activation: a layer's output belongs to its process."""
         return self.start < tap <= self.end or tap > self.num_layers or tap == self.start == 0
 
-    def fetch(self, seen: dict[int, mx.array], taps: tuple[int, ...]) -> dict[int, mx.array]:
-        """The activations at ``taps`` from the processes that have them; the same in all.
+    def to_fetch(self, taps: tuple[int, ...]) -> list[int]:
+        """Taps that may be seen by other processes: all but what leaves the final norm.
 
-        ``seen`` has the activations of this process: at least tap ``end``, and the output of the
-        final norm, tap ``num_layers + 1``, which every process computes.
+        That, tap ``num_layers + 1``, every process computes for itself.
         """
-        last = seen[self.num_layers + 1]
-        shared = [tap for tap in taps if tap <= self.num_layers]
+        return [] if self.is_whole else [tap for tap in taps if tap <= self.num_layers]
+
+    def fetch(
+        self, seen: dict[int, mx.array], taps: tuple[int, ...], exchange: Exchange
+    ) -> dict[int, mx.array]:
+        """The activations at ``taps``, from whichever process saw them; the same everywhere.
+
+        ``seen`` holds what this process sees, at least tap ``end``, and what leaves the final
+        norm. ``exchange`` adds an array up over all processes.
+        """
+        shared = self.to_fetch(taps)
         if not shared:
             return seen
+        last = seen[self.num_layers + 1]
         nothing = mx.zeros_like(seen[self.end])
-        mine = mx.stack([seen.get(tap, nothing) for tap in shared])
         # After the pass's own exchanges, the last of which the final norm waited for: these
         # must come in one order in all processes. Hence also no waiting for a later need.
-        fetched = mx.distributed.all_sum(mx.depends(mine, last))
+        mine = mx.depends(mx.stack([seen.get(tap, nothing) for tap in shared]), last)
+        fetched = exchange(mine)
         mx.async_eval(fetched)
         return {self.num_layers + 1: last} | dict(zip(shared, fetched, strict=True))
 

@@ -9,7 +9,7 @@ import mlx.nn as nn
 
 from .attention import AttentionOptions, no_kernel
 from .masks_and_ropes import exact_masks, positions_of_one_scale
-from .sharding import find_stage
+from .sharding import Exchange, find_stage
 from .stand_in import StandIn, add_behaviour
 from .states import StateUpdates
 from .taps import RecordedLayer, TapRecorder
@@ -79,6 +79,7 @@ class Target:
         self._recorder = TapRecorder(self._recorded, num_layers)
         self._stand_in = self._recording_stand_in(most_rows)
         self._positions_of_one_scale = positions_of_one_scale(model)
+        self.exchange: Exchange = mx.distributed.all_sum  # of activations in a pipeline
 
     def can_verify_tree(self, cache: list[Any], num_rows: int) -> bool:
         """Whether the rows of a tree have the attention scales of plain decoding."""
@@ -207,6 +208,5 @@ class Target:
                     f"tap {tap} of this target gave {found} where one activation per token was "
                     f"expected ({batch}, R, H): it cannot be used with a draft head."
                 )
-        if not self.stage.is_whole:
-            seen = self.stage.fetch(seen, self.taps)
+        seen = self.stage.fetch(seen, self.taps, self.exchange)
         return mx.concatenate([seen[tap] for tap in self.taps], axis=-1)

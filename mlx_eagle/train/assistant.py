@@ -3,7 +3,7 @@
 A chain stands at one position, and sees the target's rows before it, in every step.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import mlx.core as mx
@@ -11,15 +11,17 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import KVCache
 
-from ..drafters.assistant import FULL, SLIDING, Assistant, sources, text_of
+from ..drafters.assistant import FULL, ORDERING, SLIDING, Assistant, sources, text_of
 from .chains import ChainRecipe, ChainTargets, known_tokens
-from .chunks import Arrays, with_weights
+from .chunks import Arrays, computed_again
 from .given import Given
 from .settings import LossSettings, TrainSettings
 from .student import Student
 from .teacher import ROWS_AT_ONCE, HiddenTeacher
 
-FROZEN = ("embed_tokens.", "centroids.", "layer_scalar")
+TABLE = "embed_tokens."
+CENTROIDS = "centroids."
+FROZEN = (TABLE, CENTROIDS, "layer_scalar")
 """Tables that clusters of tokens are made of, and what Transformers has as a buffer."""
 
 
@@ -37,8 +39,11 @@ class AssistantRecipe(ChainRecipe):
         self._sources = sources(student.head.config, self._text)
         self._window = self._text.args.sliding_window
 
+        if settings.train_embeddings:  # what the clusters were made of changes
+            student.head._clusters = None
+
     def output_parts(self) -> tuple[str, ...]:
-        return ()
+        return ("embed_tokens",) if self.settings.train_embeddings else ()
 
     def logits(self, head: Assistant, hidden: mx.array) -> mx.array:
         """Return logits of all tokens, because the choice of clusters has no gradient."""
@@ -57,6 +62,21 @@ class AssistantRecipe(ChainRecipe):
             of_token[clusters.reshape(-1)] = mx.broadcast_to(numbers, clusters.shape).reshape(-1)
             logits = mx.where(mx.take(is_open, of_token, axis=1) > 0, logits, -mx.inf)
         return mx.argmax(logits, axis=-1)
+
+    def to_write(
+        self, config: Mapping[str, Any], arrays: dict[str, mx.array]
+    ) -> tuple[dict[str, Any], dict[str, mx.array]]:
+        """Leave the clusters out where the table that they were made of has been trained."""
+        values = dict(config)
+        if not self.settings.train_embeddings:
+            return values, arrays
+        if "num_centroids" in values:
+            values |= {"num_centroids": 0, "centroid_top_k": 0}
+        else:
+            values["use_ordered_embeddings"] = False
+        stale = (CENTROIDS, ORDERING)
+        kept = {n: array for n, array in arrays.items() if not any(part in n for part in stale)}
+        return values, kept
 
     def context(self, tokens: np.ndarray, targets: ChainTargets) -> tuple[mx.array, ChainTargets]:
         """Run the target with caches that keep every row, also of sliding layers."""
@@ -94,8 +114,8 @@ class AssistantRecipe(ChainRecipe):
         offset = first + (1 if head.config.position == "next" else 0)
         flat = [*targets.keys, *targets.values]
 
-        def run(_: int, rows: Arrays) -> Arrays:
-            known, hidden, *given = rows
+        def run(known: mx.array, hidden: mx.array, past: list[Arrays]) -> Arrays:
+            (given,) = past
             pairs = zip(given[: len(kinds)], given[len(kinds) :], strict=True)
             shared = dict(zip(kinds, pairs, strict=True))
             x = head.pre_projection(mx.concatenate([known, hidden], axis=-1))
@@ -105,11 +125,10 @@ class AssistantRecipe(ChainRecipe):
             return [x, head.post_projection(x)]
 
         hidden = features[:, first:]
-        parts = list(head.trainable_parameters())
         for step in range(self.depth):
-            given = [known_tokens(embeddings, step, first), hidden, *flat]
+            given = [known_tokens(embeddings, step, first), hidden]
             if settings.checkpoint:
-                x, hidden = with_weights(head, parts, run, given, len(hidden), again=True)
+                x, hidden = computed_again(head, self.output_parts(), run, given, [flat])
             else:
-                x, hidden = run(0, given)
+                x, hidden = run(*given, [flat])
             yield x

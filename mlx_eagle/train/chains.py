@@ -16,7 +16,7 @@ from .batches import TokenBatch
 from .chunks import Arrays, chunk_rows, eval_in_chunks, with_weights
 from .compiled import padded, softmax
 from .given import Given, GivenRecipe
-from .losses import TINY, cross_entropies, first_slot, slots_at
+from .losses import TINY, first_slot, mixed_losses, slots_at
 from .settings import LossSettings, TrainSettings
 from .student import Student
 from .teacher import PARTS, HiddenTeacher
@@ -39,7 +39,7 @@ class ChainTargets(NamedTuple):
     values: tuple[mx.array, ...] = ()
 
 
-def index_of(batch: TokenBatch, num_steps: int, extra: int = 0) -> ChainTargets:
+def chain_targets(batch: TokenBatch, num_steps: int, extra: int = 0) -> ChainTargets:
     """Return the places of a batch that are drafted: tokens of answers from the third on."""
     size, length = batch.tokens.shape
     is_answer = np.zeros((size, length), bool)
@@ -121,7 +121,7 @@ class ChainRecipe(GivenRecipe):
     def teach(
         self, batch: TokenBatch, epoch: int, num_ranks: int = 1
     ) -> tuple[mx.array, ChainTargets]:
-        return self.context(batch.tokens, index_of(batch, self.depth))
+        return self.context(batch.tokens, chain_targets(batch, self.depth))
 
     def losses(
         self,
@@ -160,24 +160,22 @@ class ChainRecipe(GivenRecipe):
         """Compare each step's hidden states (K, h) with the target's (K, h) or the labels (K,)."""
         num_steps = len(picked)
         vocab_size = len(self.student.ids)
+        terms = settings.terms
         by_text = self.settings.labels == "text"
+        is_by_text = by_text and terms.keys() == {"ce"}
 
         def compare(begin: int, rows: Arrays) -> Arrays:
             *hidden, final = rows
             own = len(final)
             shape = (num_steps, own, vocab_size)
             logits = self.logits(head, mx.concatenate(hidden)).astype(mx.float32).reshape(shape)
-            if settings.kind == "kl":
-                probs = softmax(self.teacher.output(final).astype(mx.float32))
-                entropies, _ = cross_entropies(logits, mx.broadcast_to(probs, shape))
-                least = -(probs * mx.log(mx.maximum(probs, 1e-30))).sum(axis=-1)
-                return list(entropies - least)
             ids = labels[begin : begin + own]
-            if not by_text:
-                ids = mx.argmax(self.teacher.output(final), axis=-1)
-            chosen = mx.broadcast_to(ids[None, :, None], (num_steps, own, 1))
-            said = mx.take_along_axis(logits, chosen, axis=-1)[..., 0]
-            return list(mx.logsumexp(logits, axis=-1) - said)
+            probs = None
+            if not is_by_text:
+                said = self.teacher.output(final).astype(mx.float32)
+                ids = ids if by_text else mx.argmax(said, axis=-1)
+                probs = mx.broadcast_to(softmax(said), shape)
+            return list(mixed_losses(terms, logits, probs, mx.broadcast_to(ids, shape[:-1])))
 
         size = chunk_rows(vocab_size * num_steps)
         parts = self.output_parts()

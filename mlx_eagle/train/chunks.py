@@ -1,6 +1,7 @@
 """Computing in chunks of rows, so that the largest arrays of a step never exist as a whole."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -72,7 +73,8 @@ def in_chunks(
         return joined(made)
 
     @run.vjp
-    def gradient(arrays: Arrays, cotangents: Arrays, _: Arrays) -> Arrays:
+    def gradient(primals: Any, cotangents: Arrays, _: Arrays) -> Arrays:
+        arrays = [primals] if isinstance(primals, mx.array) else primals  # one comes without
         made: list[Arrays] = []
         sums: Arrays = []
         for begin, end in spans:
@@ -117,3 +119,26 @@ def with_weights(
     found = in_chunks(inner, rows, list(flat.values()), size, 0, again)
     module.update(own)
     return found
+
+
+def computed_again(
+    module: nn.Module,
+    outside: Container[str],
+    function: Callable[..., Arrays],
+    inputs: Arrays,
+    past: list[Arrays],
+) -> Arrays:
+    """Call ``function(*inputs, past)``, but keep only what it takes and gives for the gradient.
+
+    It uses weights of ``module``, all but those of its children ``outside``.
+    """
+    num = len(past[0]) if past else 1
+
+    def inner(_: int, rows: Arrays) -> Arrays:
+        flat = rows[len(inputs) :]
+        chains = [flat[i : i + num] for i in range(0, len(flat), num)]
+        return function(*rows[: len(inputs)], chains)
+
+    rows = [*inputs, *(x for made in past for x in made)]
+    parts = [name for name in module.trainable_parameters() if name not in outside]
+    return with_weights(module, parts, inner, rows, len(inputs[0]), again=True)

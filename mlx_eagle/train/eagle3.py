@@ -1,13 +1,14 @@
 """Training of EAGLE heads by a training-time test; see ``losses.py`` and ``unroll.py``."""
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..drafters.quantize import Quantization
 from ..drafters.target_parts import find_embedding
@@ -15,10 +16,11 @@ from .batches import TokenBatch
 from .chunks import eval_in_chunks
 from .data import Examples
 from .draft_vocabulary import narrowed, resized_vocabulary, widened
+from .given import Given
 from .losses import TargetBatch, step_losses_of
 from .memory import amount
 from .recipe import HeadFiles, Recipe
-from .settings import CACHE_BITS, LossSettings, TrainSettings
+from .settings import CACHE_BITS, TrainSettings
 from .student import Student, converted_folder, fresh_student, head_files, student_from
 from .teacher import Teacher, cache_name
 from .unroll import unroll
@@ -29,9 +31,18 @@ DEFAULT_VOCABULARY = 32000  # tokens, as in published heads
 class Eagle3Recipe(Recipe):
     """An EAGLE head and its teacher."""
 
-    def __init__(self, settings: TrainSettings, student: Student, teacher: Teacher):
+    def __init__(
+        self,
+        settings: TrainSettings,
+        student: Student,
+        model: nn.Module,
+        given: Given | None,
+        examples: Examples,
+    ):
         super().__init__(settings, student)
-        self.teacher = teacher
+        self.model = model
+        self.given = given
+        self.teacher = make_teacher(settings, model, student, examples)
         self.depth = settings.losses().num_steps
         self.weights = settings.losses().weights
 
@@ -40,23 +51,19 @@ class Eagle3Recipe(Recipe):
     ) -> tuple[mx.array, TargetBatch]:
         return self.teacher.teach(batch, self.depth, num_ranks)
 
-    def losses(
-        self,
-        head: nn.Module,
-        embeddings: mx.array,
-        features: mx.array,
-        targets: tuple[Any, ...],
-        settings: LossSettings,
-    ) -> mx.array:
-        return step_losses_of(head, embeddings, features, targets, settings)
+    losses = staticmethod(step_losses_of)
+
+    def hidden(self, tokens: mx.array, features: mx.array, first: int) -> Iterator[mx.array]:
+        """Yield the states (B, T - first, h) of each draft in a row, as decoding has them."""
+        embeddings = self.student.embed(tokens)
+        return unroll(self.student.head, embeddings, features, self.depth, first=first)
 
     def drafts(self, tokens: np.ndarray, rows: mx.array, begin: int) -> np.ndarray:
         student = self.student
         head = student.head
         features = self.teacher.features(tokens)
-        embeddings = student.embed(mx.array(tokens))
         drafts = []
-        for hidden in unroll(head, embeddings, features, self.depth, first=begin):
+        for hidden in self.hidden(mx.array(tokens), features, begin):
             picked = hidden.reshape(-1, hidden.shape[-1])[rows]
             chosen = eval_in_chunks(
                 lambda x: mx.argmax(head.logits(x), axis=-1), picked, len(student.ids)
@@ -79,7 +86,11 @@ class Eagle3Recipe(Recipe):
 
 
 def make_student(
-    settings: TrainSettings, model: nn.Module, config: dict[str, Any], examples: Examples
+    settings: TrainSettings,
+    model: nn.Module,
+    config: dict[str, Any],
+    tokenizer: TokenizerWrapper,
+    examples: Examples,
 ) -> Student:
     """Make a fresh head, or take that of --init, with the draft vocabulary that is asked for."""
     _, vocab_size = find_embedding(model)
@@ -88,12 +99,6 @@ def make_student(
         none = np.array([], np.int32)
         ids = resized_vocabulary(examples.train, none, size, vocab_size)
         return fresh_student(model, config, ids, settings)
-    given = [settings.aux_layers, settings.intermediate_size, settings.num_layers]
-    if any(value is not None for value in given):
-        raise ValueError(
-            "--init keeps the shape of the head it names: leave out --aux-layers, "
-            "--num-layers and --intermediate-size."
-        )
     student = student_from(settings.init, model, settings.model)
     ids = np.array(student.ids)
     size = settings.draft_vocab_size
@@ -103,17 +108,19 @@ def make_student(
     return resize(student, model, resized_vocabulary(examples.train, ids, size, vocab_size))
 
 
-def make_recipe(
+def make_teacher(
     settings: TrainSettings, model: nn.Module, student: Student, examples: Examples
-) -> Eagle3Recipe:
+) -> Teacher:
     """Make the teacher, with its cache if one is asked for and there is room for it."""
-    losses = settings.losses()
-    teacher = Teacher(model, student.taps, student.ids, needs_sums=losses.kind != "ce")
-    recipe = Eagle3Recipe(settings, student, teacher)
+    kind = settings.losses().kind
+    needs_sums = kind not in ("ce", "kl")
+    teacher = Teacher(model, student.taps, student.ids, needs_sums)
     if settings.cache_features is None:
-        return recipe
+        return teacher
     bits = settings.cache_bits
-    name = cache_name(examples, model, student.taps, student.ids, losses.kind, bits)
+    name = cache_name(
+        examples, model, student.taps, student.ids, kind if needs_sums else "ce", bits
+    )
     cache = Path(settings.cache_features).expanduser() / name
     cache.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(cache).free
@@ -127,4 +134,4 @@ def make_recipe(
     if mx.distributed.init().rank() == 0:
         print(f"{taken}.")
     teacher.keep_in(cache, bits)
-    return recipe
+    return teacher

@@ -147,6 +147,16 @@ class GivenRecipe(Recipe):
         """Return the change of the published tensor that a parameter is."""
         return change
 
+    def published_parts(
+        self, names: Mapping[str, str], own: str, change: mx.array
+    ) -> dict[str, mx.array]:
+        """Return the changes of the published tensors that a parameter is made of, by name."""
+        return {names[own]: self.as_published(own, change)}
+
+    def to_write(self, config: Mapping[str, Any], arrays: dict[str, mx.array]) -> HeadFiles:
+        """Return what is written of a config and arrays, converted or as published."""
+        return dict(config), arrays
+
     def given_folder(self, scratch: Path) -> Path | None:
         return self.given.folder
 
@@ -180,6 +190,7 @@ class GivenRecipe(Recipe):
                 stored = mx.dequantize(stored, *parts, entry["group_size"], entry["bits"])
             array = stored.astype(mx.float32) + change
             arrays[name] = array if dtype is None else array.astype(stored.dtype)
+        config, arrays = self.to_write(config, arrays)
         if quantization is not None:
             never = KINDS[self.given.kind].never_quantized
             config["quantization"], arrays = quantized(arrays, quantization, never)
@@ -196,19 +207,23 @@ class GivenRecipe(Recipe):
         arrays = stored_arrays(checkpoint)
         names = self.published_names(checkpoint)
         for own, change in self._changes().items():
-            name = names[own]
             if not mx.any(change != 0).item():
                 continue
-            stored = arrays[name]
-            array = stored.astype(mx.float32) + self.as_published(own, change)
-            arrays[name] = array.astype(stored.dtype)
-        to = folder / PUBLISHED
-        to.mkdir(exist_ok=True)
-        with new_file(to / "model.safetensors") as draft:
-            save_arrays(draft, arrays, layout="pt")
-        with new_file(to / "config.json") as draft:
-            draft.write_text(json.dumps(checkpoint.config, indent=2) + "\n", encoding="utf-8")
-        return str(to)
+            for name, part in self.published_parts(names, own, change).items():
+                stored = arrays[name]
+                arrays[name] = (stored.astype(mx.float32) + part).astype(stored.dtype)
+        return write_layout(folder, *self.to_write(checkpoint.config, arrays))
+
+
+def write_layout(folder: Path, config: Mapping[str, Any], arrays: dict[str, mx.array]) -> str:
+    """Write a drafter as it is published into a part of ``folder``, and return where it is."""
+    to = folder / PUBLISHED
+    to.mkdir(exist_ok=True)
+    with new_file(to / "model.safetensors") as draft:
+        save_arrays(draft, arrays, layout="pt")
+    with new_file(to / "config.json") as draft:
+        draft.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    return str(to)
 
 
 def stored_arrays(checkpoint: DraftCheckpoint) -> dict[str, mx.array]:

@@ -18,9 +18,10 @@ def make_card(name: str, facts: Mapping[str, Any]) -> str:
         "Tokens seen": facts["trained_tokens"],
         "Draft vocabulary": f"{facts['draft_vocab_size']} tokens, {facts['coverage']:.2%} of the "
         "answers",
-        "Recipe": f"training-time test of {facts['ttt_steps']} steps, loss {facts['loss']}, "
-        f"learning rate {facts['learning_rate']:g}",
+        "Recipe": f"loss {facts['loss']}, learning rate {facts['learning_rate']:g}",
     }
+    if facts["ttt_steps"]:
+        shown["Recipe"] += f", training-time test of {facts['ttt_steps']} steps"
     sections = []
     evaluation = facts["evaluation"]
     if evaluation:

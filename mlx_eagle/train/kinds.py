@@ -18,30 +18,37 @@ from ..drafters.mtp import FLOAT32
 from ..drafters.pairs import drafters_for
 from ..drafters.target_parts import activation_dtype, find_embedding
 from ..system.cli_values import flag_of
-from . import assistant, dflash, eagle3, mtp
+from . import assistant, block, dflash, dflash2, dspark, eagle3, mtp, peagle
 from .data import Examples
 from .given import Given, converted, open_given
 from .lora import add_lora, train_only
 from .memory import NeedsOf, needs_of, needs_of_drafter
 from .recipe import Recipe
-from .settings import TrainSettings
+from .settings import MIXED, TrainSettings
 from .student import Student
 
 LORA_RATE = 2e-4  # learning rate of lora, whatever the kind
+WHOLE = ("norm", "embed_tokens", "markov_head", "confidence_head", "candidate_selector")
+"""Parts of heads that lora leaves as they are."""
 
 
 @dataclass(frozen=True)
 class TrainedKind:
-    """A kind that is trained; without a ``recipe``, an EAGLE head.
+    """A kind that is trained.
 
     ``recipe`` makes its recipe of settings, student, model and the drafter that it begins with.
+    EAGLE heads have a ``make_student`` of their own, and their recipes take the examples, too.
+    ``more`` are settings that have parameters trained, too, with a part of their names;
+    ``with_init`` are those of fresh drafters that it takes for given ones as well.
+    A kind ``of`` another in ``KINDS`` trains those of its drafters that it ``claims``, and makes
+    one of the others where it is asked for; it has a ``title`` of its own.
     ``is_trained`` picks parameters by name. ``defaults`` are of settings that are None, ``flags``
     the settings that only some kinds have and this one does, ``losses`` those it can be given.
     ``write_fresh`` writes a new drafter into a folder, as it would be published; ``fresh_rate``
     is the learning rate for it.
     """
 
-    recipe: Callable[[TrainSettings, Student, nn.Module, Given], Recipe] | None = None
+    recipe: Callable[..., Recipe]
     is_trained: Callable[[nn.Module, nn.Module, Given, str], bool] | None = None
     defaults: dict[str, Any] = field(default_factory=dict)
     flags: tuple[str, ...] = ()
@@ -49,25 +56,64 @@ class TrainedKind:
     needs: NeedsOf = needs_of_drafter
     write_fresh: Callable[..., None] | None = None
     fresh_rate: float | None = None
+    make_student: Callable[..., Student] | None = None
+    more: dict[str, str] = field(default_factory=dict)
+    with_init: tuple[str, ...] = ()
+    of: str = ""
+    claims: Callable[[Given], bool] = lambda given: False
+    title: str = ""
 
 
 LORA = ("fine_tune_type", "lora_rank", "lora_scale")
 EAGLE = ("draft_vocab_size", "aux_layers", "intermediate_size", "cache_features", "cache_bits")
 SHAPE = ("block_size", "mask_token_id", "num_layers", "intermediate_size")
 CHAINS = ("ttt_steps", "step_decay", "labels", *LORA)
+USUAL = {"learning_rate": 1e-4, "warmup": 0.015, "max_grad_norm": 0.5}  # as EAGLE-3's trainers
+DFLASH = TrainedKind(
+    dflash.DFlashRecipe,
+    block.is_trained,
+    defaults={
+        "learning_rate": 5e-5,
+        "warmup": 0.04,
+        "max_grad_norm": 1.0,
+        "loss": "ce",
+        "labels": "argmax",
+        "anchors": 128,
+        "position_weights": "dpace",
+        "loss_divisor": "rows",
+    },
+    flags=("labels", "anchors", "position_weights", "gamma", "loss_divisor", *SHAPE, *LORA),
+    losses=("ce",),
+    write_fresh=dflash.write_new,
+    fresh_rate=6e-4,
+)
+DSPARK = {
+    "loss": "ce=.1,l1=.9",
+    "labels": "text",
+    "position_weights": "decay",
+    "gamma": 4.0,
+    "loss_divisor": "weights",
+}
 TRAINED: dict[str, TrainedKind] = {
     "eagle3": TrainedKind(
-        defaults={
-            "learning_rate": 1e-4,
-            "warmup": 0.015,
-            "max_grad_norm": 0.5,
-            "ttt_steps": 7,
-            "step_decay": 0.8,
-            "loss": "ce",
-        },
+        eagle3.Eagle3Recipe,
+        defaults=USUAL | {"ttt_steps": 7, "step_decay": 0.8, "loss": "ce"},
         flags=(*EAGLE, "ttt_steps", "step_decay", "kl_scale", "kl_decay", "num_layers"),
         losses=("ce", "lk-alpha", "lk-lambda"),
         needs=needs_of,
+        make_student=eagle3.make_student,
+    ),
+    "peagle": TrainedKind(
+        peagle.PEagleRecipe,
+        defaults=USUAL | {"depths": 8, "loss": "kl"},
+        flags=(*EAGLE, "depths", "num_layers", "mask_token_id"),
+        losses=("kl", "tv", "l1"),
+        needs=needs_of,
+        make_student=peagle.make_student,
+        with_init=("mask_token_id",),
+        of="eagle3",
+        claims=peagle.is_parallel,
+        title="a P-EAGLE head",
     ),
     "mtp": TrainedKind(
         mtp.MTPRecipe,
@@ -82,42 +128,27 @@ TRAINED: dict[str, TrainedKind] = {
             "labels": "text",
             "mtp_attention": "decoded",
         },
-        flags=(*CHAINS, "mtp_attention"),
-        losses=("kl", "ce"),
+        flags=(*CHAINS, "mtp_attention", "train_experts"),
+        losses=MIXED,
+        more={"train_experts": mtp.EXPERTS},
     ),
     "assistant": TrainedKind(
         assistant.AssistantRecipe,
         assistant.is_trained,
-        defaults={
-            "learning_rate": 1e-4,
-            "warmup": 0.015,
-            "max_grad_norm": 0.5,
-            "ttt_steps": 4,
-            "step_decay": 0.8,
-            "loss": "kl",
-            "labels": "argmax",
-        },
-        flags=CHAINS,
-        losses=("kl", "ce"),
+        defaults=USUAL | {"ttt_steps": 4, "step_decay": 0.8, "loss": "kl", "labels": "argmax"},
+        flags=(*CHAINS, "train_embeddings"),
+        losses=MIXED,
+        more={"train_embeddings": assistant.TABLE},
     ),
-    "dflash": TrainedKind(
-        dflash.BlockRecipe,
-        dflash.is_trained,
-        defaults={
-            "learning_rate": 5e-5,
-            "warmup": 0.04,
-            "max_grad_norm": 1.0,
-            "loss": "ce",
-            "labels": "argmax",
-            "anchors": 128,
-            "position_weights": "dpace",
-            "loss_divisor": "rows",
-        },
-        flags=("labels", "anchors", "position_weights", "gamma", "loss_divisor", *SHAPE, *LORA),
-        losses=("ce",),
-        write_fresh=dflash.write_fresh,
-        fresh_rate=6e-4,
+    "dflash": DFLASH,
+    "dspark": replace(
+        DFLASH,
+        recipe=dspark.DSparkRecipe,
+        defaults=DFLASH.defaults | DSPARK,
+        losses=MIXED,
+        write_fresh=dspark.write_new,
     ),
+    "dflash2": replace(DFLASH, recipe=dflash2.DFlash2Recipe, write_fresh=dflash2.write_new),
 }
 """Kinds by their names in converted folders."""
 
@@ -125,15 +156,30 @@ BY_KIND = tuple(dict.fromkeys(name for row in TRAINED.values() for name in row.f
 """Settings that not every kind has."""
 
 
+def title_of(kind: str) -> str:
+    """Name a kind for people, with its article."""
+    if kind in TRAINED and TRAINED[kind].title:
+        return TRAINED[kind].title
+    return KINDS[kind].title if kind in KINDS else f"a {kind} drafter"
+
+
+def trained_as(given: Given, wanted: str | None) -> str:
+    """Return the kind that a drafter is trained as, where ``wanted`` is asked for."""
+    for name, row in TRAINED.items():
+        if row.of == given.kind and (name == wanted or row.claims(given)):
+            return name
+    return given.kind
+
+
 def check_kind(name: str, source: str | None) -> None:
     """Raise ValueError if drafters of that kind are not trained, or not made anew."""
-    title = KINDS[name].title if name in KINDS else f"a {name} drafter"
+    title = title_of(name)
     if name not in TRAINED:
         known = " and ".join([", ".join(list(TRAINED)[:-1]), list(TRAINED)[-1]])
         what = f"{source} is {title}" if source else f"--kind is {name}"
         raise ValueError(f"{what}, and only {known} are trained here: name another drafter.")
     row = TRAINED[name]
-    if source is None and row.recipe is not None and row.write_fresh is None:
+    if source is None and row.make_student is None and row.write_fresh is None:
         raise ValueError(
             f"no fresh {title.split(' ', 1)[1]} is trained here, for it comes with its model: "
             "name the one to begin with by --init."
@@ -146,18 +192,30 @@ def filled(settings: TrainSettings, kind: str) -> TrainSettings:
     plain = {each.name: each.default for each in fields(TrainSettings)}
     for name in BY_KIND:
         if name not in row.flags and getattr(settings, name) != plain[name]:
-            raise ValueError(f"{flag_of(name)} is not for {KINDS[kind].title}: leave it out.")
-    if settings.init is not None and row.recipe is not None:
-        for name in SHAPE:
-            if getattr(settings, name) != plain[name]:
+            raise ValueError(f"{flag_of(name)} is not for {title_of(kind)}: leave it out.")
+    if settings.init is not None:
+        for name in (*SHAPE, "aux_layers"):
+            if getattr(settings, name) != plain[name] and name not in row.with_init:
                 raise ValueError(
                     f"{flag_of(name)} is of fresh drafters, and --init keeps the shape of the one "
                     "it names: leave it out."
                 )
-    if settings.loss is not None and settings.loss not in row.losses:
+    for name in row.more:
+        if getattr(settings, name) and settings.fine_tune_type == "lora":
+            raise ValueError(
+                f"{flag_of(name)} trains whole matrices, and --fine-tune-type lora small ones "
+                "beside them: leave out one of the two."
+            )
+    asked = settings.losses().terms if "tv" in row.losses else {settings.loss}
+    if settings.loss is not None and not {*asked} <= {*row.losses}:
         raise ValueError(
-            f"--loss is {settings.loss}, and {KINDS[kind].title} is trained with one of "
+            f"--loss is {settings.loss}, and {title_of(kind)} is trained with one of "
             f"{', '.join(row.losses)}: give one of these."
+        )
+    if settings.position_weights == "dpace" != row.defaults.get("position_weights"):
+        raise ValueError(
+            f"--position-weights is dpace, which goes by cross-entropy, and {title_of(kind)} is "
+            "not trained with that alone: give decay."
         )
     defaults = dict(row.defaults)
     if settings.init is None and row.fresh_rate is not None:
@@ -166,6 +224,8 @@ def filled(settings: TrainSettings, kind: str) -> TrainSettings:
         defaults["learning_rate"] = LORA_RATE
     if settings.position_weights == "decay":
         defaults["loss_divisor"] = "weights"
+    if settings.loss == "kl" and "loss_divisor" in defaults:
+        defaults["loss_divisor"] = "rows"
     missing = {k: v for k, v in defaults.items() if getattr(settings, k) is None}
     return replace(settings, kind=kind, **missing)
 
@@ -181,9 +241,11 @@ def student_of(settings: TrainSettings, given: Given, model: nn.Module) -> Stude
         dequantize_model(head)
     names = {name for name, _ in tree_flatten(head.parameters())}
     wanted = {name for name in names if row.is_trained(head, model, given, name)}
+    for flag, part in row.more.items():
+        wanted |= {name for name in names if part in name and getattr(settings, flag)}
     train_only(head, wanted.__contains__)
     if is_lora:
-        matrices = {name for name in wanted if name.split(".")[0] not in ("norm", "embed_tokens")}
+        matrices = {name for name in wanted if name.split(".")[0] not in WHOLE}
         add_lora(head, matrices.__contains__, settings.lora_rank, settings.lora_scale)
     dtype = activation_dtype(find_embedding(model)[0])
     trained = {name for name, _ in tree_flatten(head.trainable_parameters())}
@@ -196,17 +258,20 @@ def student_of(settings: TrainSettings, given: Given, model: nn.Module) -> Stude
     mx.eval(head.parameters())
     ids = drafter.to_target
     _, vocab_size = find_embedding(model)
-    drafted = mx.arange(vocab_size, dtype=mx.int32) if ids is None else ids
-    return Student(head, drafter.embed, drafter.taps, drafted, dtype)
+    if ids is None:  # a matrix of its own may be padded otherwise
+        own = head.lm_head.weight.shape[0] if "lm_head" in head else vocab_size
+        ids = mx.arange(min(own, vocab_size), dtype=mx.int32)
+    return Student(head, drafter.embed, drafter.taps, ids, dtype, drafter)
 
 
 def needs_for(settings: TrainSettings, student: Student) -> NeedsOf:
     """Return the estimate of what training this student takes."""
-    needs = TRAINED[str(settings.kind)].needs
+    row: Any = TRAINED[str(settings.kind)]
+    needs: NeedsOf = row.needs
     if settings.anchors is None:
         return needs
-    blocks = {"blocks": settings.anchors, "block_size": student.head.config.block_size}
-    return partial(needs_of_drafter, **blocks)
+    sizes = {"block_size": student.head.config.block_size, "spread": row.recipe.spread}
+    return partial(needs_of_drafter, blocks=settings.anchors, **sizes)
 
 
 def fresh(settings: TrainSettings, write: Callable[..., None], *about: Any) -> Given:
@@ -221,12 +286,12 @@ def fresh(settings: TrainSettings, write: Callable[..., None], *about: Any) -> G
 def warn_of_few(settings: TrainSettings, examples: Examples) -> None:
     """Say that a fresh drafter of blocks needs more answers, and where there are others."""
     num = sum(example.num_answer for example in examples.train)
-    if num < dflash.ENOUGH and mx.distributed.init().rank() == 0:
+    if num < block.ENOUGH and mx.distributed.init().rank() == 0:
         name, published = drafters_for([settings.model])
         known = f", such as {' or '.join(published[:3])} for {name}" if published else ""
         print(
             f"Warning: {num} tokens of answers are few for a fresh drafter of blocks, which wants "
-            f"{dflash.ENOUGH / 1e6:.0f} million and more: begin with a published one by --init"
+            f"{block.ENOUGH / 1e6:.0f} million and more: begin with a published one by --init"
             f"{known}."
         )
 
@@ -242,10 +307,10 @@ def begin(
     """Make the student, and a function that makes its recipe once the settings are final."""
     assert settings.kind is not None
     row = TRAINED[settings.kind]
-    if row.recipe is None:
-        student = eagle3.make_student(settings, model, config, examples)
-        return student, lambda final: eagle3.make_recipe(final, model, student, examples)
     make = row.recipe
+    if row.make_student is not None:
+        student = row.make_student(settings, model, config, tokenizer, examples)
+        return student, lambda final: make(final, student, model, given, examples)
     if given is None:
         assert row.write_fresh is not None
         made = converted(

@@ -4,13 +4,14 @@ They are those of EAGLE-3's trainers and are normalised as there: SpecForge's Ea
 ``LogSoftmaxLoss`` and its LK losses are the reference.
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import mlx.core as mx
 
 from ..drafters.head import Eagle3Head
 from .chunks import Arrays, chunk_rows, with_weights
-from .compiled import fast_exp, is_compiled
+from .compiled import fast_exp, is_compiled, softmax
 from .settings import LossSettings
 from .unroll import unroll
 
@@ -128,6 +129,31 @@ def _entropy_gradients(
 
 
 cross_entropies.vjp(_entropy_gradients)
+
+
+def mixed_losses(
+    terms: Mapping[str, float],
+    logits: mx.array,
+    probs: mx.array | None,
+    labels: mx.array | None = None,
+) -> mx.array:
+    """Compare logits (..., V) with the target's probabilities (..., V), or with labels (...).
+
+    Returns the sums (...) of ``LossSettings.terms``: "ce" is of the labels, all others of the
+    probabilities.
+    """
+    total = mx.zeros(logits.shape[:-1])
+    if labels is not None and "ce" in terms:
+        said = mx.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
+        total = total + terms["ce"] * (mx.logsumexp(logits, axis=-1) - said)
+    if probs is not None and "kl" in terms:
+        entropies, _ = cross_entropies(logits, probs)
+        least = -(probs * mx.log(mx.maximum(probs, TINIEST))).sum(axis=-1)
+        total = total + terms["kl"] * (entropies - least)
+    rejected = terms.get("tv", 0.0) + 2 * terms.get("l1", 0.0)
+    if probs is not None and rejected:
+        total = total + rejected * (1 - mx.minimum(probs, softmax(logits)).sum(axis=-1))
+    return total
 
 
 def _acceptance_loss(

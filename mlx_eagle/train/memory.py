@@ -24,6 +24,7 @@ ATTENDED = 5.5  # arrays of a chunk's size that attention has at once, measured
 CHAINED = 3.2  # the same of a chain's last step, where scores are not cut into chunks, measured
 BLOCKED = 9.0  # the same of blocks, with the two masks of each, measured
 COMPARED = 3.3  # arrays of a chunk's size that the losses have at once, measured
+MIXED = 3  # arrays of the size of a convolution's kernels that each row has at once, measured
 FULL = 4  # bytes of a number in float32
 
 
@@ -78,7 +79,6 @@ def needs_of(
     item = student.dtype.size
     trained = dict(tree_flatten(student.head.trainable_parameters())).values()
     num = student.num_parameters
-    own = weight_bytes(student.head) - FULL * num
     slots = sizes.num_texts * sizes.length
     probabilities = FULL * sizes.num_counted * config.draft_vocab_size
     batch = slots * item * (config.num_aux * config.target_hidden_size + config.hidden_size)
@@ -92,7 +92,7 @@ def needs_of(
     learnt = copies + _activations(config, item, sizes, losses)
     return {
         "target": target_bytes,
-        "weights": FULL * num + own,
+        "weights": float(weight_bytes(student.head)),
         "their moments": 2 * FULL * num,
         "gradients": gradients,
         "batch": batch + probabilities,
@@ -106,21 +106,22 @@ def _activations(config: Eagle3Config, item: int, sizes: Sizes, losses: LossSett
     ``item`` is the bytes of a number in the type that the head computes in.
     """
     slots = sizes.num_texts * sizes.length
+    passes = sum(map(losses.share, range(losses.num_steps)))
     hidden = config.hidden_size
     num_layers = config.num_layers
     heads = config.num_heads * config.head_dim
     keys = 2 * config.num_kv_heads * config.head_dim
     chunk = sizes.num_texts * config.num_heads * sizes.length**2 * FULL
     attention = slots * item * 8 * hidden + ATTENDED * min(CHUNK_BYTES, chunk)
-    logits = FULL * sizes.num_counted * config.draft_vocab_size * losses.num_steps
+    logits = FULL * sizes.num_counted * config.draft_vocab_size * passes
     compared = COMPARED * min(CHUNK_BYTES, logits)
     # Numbers of a slot that the gradient of one layer is made of, in one step.
     layer = 8 * hidden + 2 * (heads + keys) + 3 * config.intermediate_size
     if not losses.checkpoint:
-        return losses.num_steps * slots * item * layer * num_layers + max(attention, compared)
+        return passes * slots * item * layer * num_layers + max(attention, compared)
     kept = 3 * hidden + 2 * keys * num_layers
     again = slots * item * (layer * num_layers + 3 * config.intermediate_size - hidden)
-    return losses.num_steps * slots * item * kept + max(again, attention, compared)
+    return passes * slots * item * kept + max(again, attention, compared)
 
 
 def needs_of_drafter(
@@ -131,11 +132,13 @@ def needs_of_drafter(
     is_summed: bool,
     blocks: int = 0,
     block_size: int = 0,
+    spread: int = 1,
 ) -> dict[str, float]:
     """Estimate the bytes that training takes at its peak, by part, for other kinds of drafters.
 
     A chain has a row for each slot and step; with ``blocks`` of a text, a row for each slot of
     each block. All matrices of the head, and those of its attention, keep inputs and outputs.
+    ``spread`` is as in ``BlockRecipe``.
     """
     item = student.dtype.size
     head = student.head
@@ -157,12 +160,14 @@ def needs_of_drafter(
     scores = num_heads * FULL * rows / (1 if blocks else losses.num_steps) * columns
     scores = BLOCKED * min(CHUNK_BYTES, scores) if blocks else CHAINED * scores
     compared_rows = rows if blocks else sizes.num_counted * losses.num_steps
-    logits = FULL * compared_rows * len(student.ids)
-    compared = COMPARED * min(CHUNK_BYTES, logits)
-    kept = rows * item * (3 * width if losses.checkpoint else layer)
+    chunk = min(CHUNK_BYTES, spread * FULL * compared_rows * len(student.ids))
+    scores += chunk if spread > 1 else 0
+    kernels = [m.base_kernel.size for _, m in head.named_modules() if "base_kernel" in m]
+    mixed = MIXED * sum(kernels) / (len(head.layers) if losses.checkpoint else 1)
+    kept = rows * item * (mixed + (3 * width if losses.checkpoint else layer))
     again = rows * item * layer / (len(head.layers) if blocks else losses.num_steps)
     copies = (item * num if item < FULL else 0) + (item * num if is_summed else 0)
-    peak = max(again if losses.checkpoint else 0, scores, compared)
+    peak = max(again if losses.checkpoint else 0, scores, COMPARED * chunk)
     taps = width * (len(student.taps) + 2)
     return {
         "target": target_bytes,

@@ -5,10 +5,12 @@ committed slots of step 0, and its own of later ones.
 """
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 
 from ..convert.checkpoint import DraftCheckpoint
 from ..drafters.folder import shapes_of
@@ -16,21 +18,27 @@ from ..drafters.mtp import FLOAT32, ROUTER
 from ..drafters.mtp_layers import JOIN, family_of
 from ..drafters.target_parts import find_embedding, lm_head_of
 from .chains import ChainRecipe, ChainTargets, known_tokens
-from .chunks import Arrays, with_weights
+from .chunks import Arrays, computed_again
 from .given import Given
 from .settings import LossSettings, TrainSettings
 from .student import Student
 from .teacher import HiddenTeacher
 
-EXPERTS = ("switch_mlp", FLOAT32, f"{ROUTER}.weight", "mixer.gate.weight")
+EXPERTS = "switch_mlp."  # of names in mlx-lm's layers, which hold all experts in a matrix
+FROZEN = (EXPERTS, FLOAT32, f"{ROUTER}.weight", "mixer.gate.weight")
+
+
+def renamed(checkpoint: DraftCheckpoint, model: nn.Module) -> dict[str, str]:
+    """Return the names of published tensors by those that the model's family gives their parts."""
+    own = {name: name for name in checkpoint.tensors}
+    return family_of(model).renamed(own, len(model.layers))
 
 
 def published_names(
     checkpoint: DraftCheckpoint, head: nn.Module, model: nn.Module
 ) -> dict[str, str]:
     """Find the parameters of a head that are published as they are, or turned or less one."""
-    own = {name: name for name in checkpoint.tensors}
-    named = family_of(model).renamed(own, len(model.layers))
+    named = renamed(checkpoint, model)
     shapes = shapes_of(head)
     return {
         name: theirs
@@ -41,7 +49,7 @@ def published_names(
 
 def is_trained(head: nn.Module, model: nn.Module, given: Given, name: str) -> bool:
     """Return whether a parameter is trained: experts, routers and split matrices are not."""
-    if any(part in name for part in EXPERTS):
+    if any(part in name for part in FROZEN):
         return False
     return given.published is None or name in published_names(given.published, head, model)
 
@@ -65,6 +73,36 @@ class MTPRecipe(ChainRecipe):
             own = given.load(model, mx.float32).head
             self._names = published_names(given.published, own, model)
         self._project = lm_head_of(model, find_embedding(model)[0])
+        self._renamed = renamed(given.published, model) if given.published else {}
+        if settings.train_experts:
+            self._check_experts()
+
+    def _check_experts(self) -> None:
+        """Raise ValueError if there are no experts, or they are stored in another form."""
+        trained = dict(tree_flatten(self.student.head.trainable_parameters()))
+        own = {name: array for name, array in trained.items() if EXPERTS in name}
+        stored = [self.published_parts({}, name, array[:1]) for name, array in own.items()]
+        if not own or (self._renamed and not all(stored)):
+            what = "stored in a form that is not written here" if own else "none"
+            raise ValueError(
+                f"the experts of {self.given.source} are {what}: leave out --train-experts."
+            )
+
+    def published_parts(
+        self, names: Mapping[str, str], own: str, change: mx.array
+    ) -> dict[str, mx.array]:
+        """Cut experts apart that are stored one by one, and put gates before what is fused."""
+        if EXPERTS not in own:
+            return super().published_parts(names, own, change)
+        alone = {own.replace(EXPERTS, f"experts.{i}."): part for i, part in enumerate(change)}
+        path, _, kind = own.removesuffix(".weight").rpartition(EXPERTS)
+        fused = {f"{path}experts.{kind}": change}
+        if kind != "down_proj":
+            none = mx.zeros_like(change)
+            halves = [change, none] if kind == "gate_proj" else [none, change]
+            fused = {f"{path}experts.gate_up_proj": mx.concatenate(halves, axis=-2)}
+        found = alone if alone.keys() <= self._renamed.keys() else fused
+        return {self._renamed[name]: x for name, x in found.items() if name in self._renamed}
 
     def output_parts(self) -> tuple[str, ...]:
         return () if self.student.head.state_normed else ("norm",)
@@ -85,11 +123,15 @@ class MTPRecipe(ChainRecipe):
         start = 0 if alone else first
         hidden = features[..., : self.width]
         past: list[Arrays] = []
-        forward = _checkpointed if settings.checkpoint else advance
         for step in range(self.depth):
             own = start if step else 0
             known = known_tokens(embeddings, step, own)
-            hidden, *made = forward(head, known, hidden, [] if alone else past, own, step)
+            forward = partial(advance, head, first=own, step=step)
+            before = [] if alone else past
+            if settings.checkpoint:
+                hidden, *made = computed_again(head, (), forward, [known, hidden], before)
+            else:
+                hidden, *made = forward(known, hidden, before)
             past.append(made)
             if step == 0:
                 hidden = hidden[:, start:]
@@ -156,23 +198,3 @@ def advance(
         assert cache.made is not None
         made += cache.made
     return [head.norm(x) if head.state_normed else x, *made]
-
-
-def _checkpointed(
-    head: Any,
-    embeddings: mx.array,
-    hidden: mx.array,
-    past: list[Arrays],
-    first: int,
-    step: int,
-) -> Arrays:
-    """Run a step as ``advance`` does, but keep only its inputs and outputs for the gradient."""
-    num = len(past[0]) if past else 0
-
-    def inner(_: int, rows: Arrays) -> Arrays:
-        embeddings, hidden, *flat = rows
-        chains = [flat[i : i + num] for i in range(0, len(flat), num or 1)]
-        return advance(head, embeddings, hidden, chains, first, step)
-
-    rows = [embeddings, hidden, *(x for made in past for x in made)]
-    return with_weights(head, list(head.trainable_parameters()), inner, rows, len(hidden), True)

@@ -15,7 +15,7 @@ from ..system.hub import locate
 from ..system.stop_signals import StopSignals
 from .data import check_data, read_examples
 from .given import AUTO, Given, known_drafter, open_given
-from .kinds import TRAINED, begin, check_kind, filled, needs_for
+from .kinds import TRAINED, begin, check_kind, filled, needs_for, title_of, trained_as
 from .memory import fitting, memory_kept_to
 from .resume import Checkpoints, locked
 from .settings import TrainSettings
@@ -91,13 +91,14 @@ def _begin_with(settings: TrainSettings) -> tuple[TrainSettings, Given | None]:
         if is_first():
             print(f"Beginning with {name}, the drafter that is known for {settings.model}.")
     given = open_given(name, settings.model)
-    check_kind(given.kind, name)
-    if settings.kind not in (None, given.kind):
+    kind = trained_as(given, settings.kind)
+    check_kind(kind, name)
+    if settings.kind not in (None, kind):
         raise ValueError(
-            f"--kind is {settings.kind}, and {name} is {KINDS[given.kind].title}: leave out one "
-            "of --kind and --init."
+            f"--kind is {settings.kind}, and {name} is {title_of(kind)}: leave out one of --kind "
+            "and --init."
         )
-    return filled(replace(settings, init=name), given.kind), given
+    return filled(replace(settings, init=name), kind), given
 
 
 def _check_output(output: Path, settings: TrainSettings, found: Path | None) -> None:

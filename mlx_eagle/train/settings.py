@@ -8,9 +8,12 @@ import mlx.core as mx
 from ..system.cli_values import LARGEST, Range, check_ranges, flag_of, layer_numbers
 from ..system.device import DTYPES
 
-LOSSES = ("ce", "kl", "lk-alpha", "lk-lambda")
+MIXED = ("ce", "kl", "tv", "l1")
+LOSSES = (*MIXED, "lk-alpha", "lk-lambda")
 TEMPERATURES = (0.0, 0.6, 1.0)
 CACHE_BITS = 8  # with fewer, other weights are learnt
+KEPT = 0.7  # share of the places at a depth of P-EAGLE that are drafted at the next one, too
+LEAST_KEPT = 0.2  # of all places, at any depth, as in P-EAGLE's trainers
 
 
 @dataclass(frozen=True)
@@ -19,8 +22,10 @@ class LossSettings:
 
     ``kind``: "ce", soft cross-entropy; "lk-alpha", minus the mean log of the acceptance rate;
     "lk-lambda", cross-entropy and one minus the acceptance rate, mixed by ``kl_scale`` *
-    exp(-``kl_decay`` * acceptance rate); "kl", the divergence from the target's distribution.
-    ``checkpoint``: activations are computed again for the gradients.
+    exp(-``kl_decay`` * acceptance rate); "kl", the divergence from the target's distribution;
+    "tv", the share that is rejected; "l1", twice that; or a mix: "ce=.1,tv=.9". ``checkpoint``:
+    activations are computed again for the gradients. ``kept`` is the share of slots that a step
+    has of those of the step before.
     """
 
     num_steps: int = 7
@@ -29,17 +34,37 @@ class LossSettings:
     kl_scale: float = 1.0
     kl_decay: float = 1.0
     checkpoint: bool = False
+    kept: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.kind not in LOSSES:
-            raise ValueError(f"loss is {self.kind!r}: give one of {', '.join(LOSSES)}.")
+        known = MIXED if "=" in self.kind else LOSSES
+        if not self.terms or any(
+            x not in known or not 0 < w < LARGEST for x, w in self.terms.items()
+        ):
+            raise ValueError(
+                f"--loss is {self.kind}: give one of {', '.join(LOSSES)}, or of "
+                f"{', '.join(MIXED)} a mix such as ce=.1,tv=.9."
+            )
         if self.num_steps < 1:
             raise ValueError(f"ttt_steps is {self.num_steps}: give 1 or more.")
+
+    @property
+    def terms(self) -> dict[str, float]:
+        """Weights of the losses that are mixed: ce=.1,tv=.9 -> ce .1, tv .9; {} for no mix."""
+        parts = [part.partition("=") for part in self.kind.split(",")]
+        try:
+            return {name: float(weight) if by else 1.0 for name, by, weight in parts}
+        except ValueError:
+            return {}
 
     @property
     def weights(self) -> mx.array:
         """Weights of the steps, (num_steps,)."""
         return mx.array([self.decay**step for step in range(self.num_steps)])
+
+    def share(self, step: int) -> float:
+        """Return the share of all slots that a step has."""
+        return max(self.kept**step, LEAST_KEPT)
 
 
 @dataclass(frozen=True)
@@ -104,7 +129,9 @@ class TrainSettings:
         "model that it was made from.",
     )
     kind: str | None = setting(
-        None, "Kind of a fresh drafter (default: eagle3); with --init it follows from the drafter."
+        None,
+        "Kind of a fresh drafter (default: eagle3); with --init it follows from the drafter, but "
+        "peagle makes one of an EAGLE-3 head.",
     )
     fine_tune_type: str = setting(
         "full",
@@ -113,6 +140,10 @@ class TrainSettings:
     )
     lora_rank: int = setting(16, "Rank of the matrices of lora.", least=1)
     lora_scale: float = setting(1.0, "Factor of what the matrices of lora add.")
+    train_embeddings: bool = setting(
+        False, "Train an assistant's table, too: it then drafts from its whole vocabulary."
+    )
+    train_experts: bool = setting(False, "Train the experts of MTP layers, too.")
     adapter_path: str | None = setting(None, "Adapters of the target, as mlx_lm.lora writes them.")
     trust_remote_code: bool = setting(False, "Let the target bring code of its own.")
     dtype: str | None = setting(
@@ -145,15 +176,18 @@ class TrainSettings:
         "Steps of the training-time test: how many drafts in a row are trained (default: by "
         "kind).",
     )
+    depths: int | None = setting(
+        None, "Tokens in a row that a P-EAGLE head learns to draft at once (default 8).", least=1
+    )
     step_decay: float | None = setting(
         None,
         "Step j of the training-time test weighs this to the power of j (default: by kind).",
     )
     loss: str | None = setting(
         None,
-        "ce: cross-entropy; kl: divergence from the target; lk-alpha, lk-lambda: acceptance "
-        "losses (default: by kind).",
-        choices=LOSSES,
+        "ce: cross-entropy; kl: divergence from the target; tv: the share that it rejects; l1: "
+        "twice that; a mix of these, ce=.1,tv=.9; lk-alpha, lk-lambda: acceptance losses "
+        "(default: by kind).",
     )
     labels: str | None = setting(
         None,
@@ -174,21 +208,21 @@ class TrainSettings:
     )
     mask_token_id: int | None = setting(
         None,
-        "Token of the masked slots of a fresh drafter of blocks (default: the last that the "
-        "tokenizer does not know).",
+        "Token of the masked slots of a fresh drafter (default: the last that the tokenizer does "
+        "not know).",
         least=0,
     )
     position_weights: str | None = setting(
         None,
         "Weights by position in a block: dpace, by how likely it is to be reached; decay, by "
-        "exp(-k / gamma) (default dpace).",
+        "exp(-k / gamma) (default: by kind).",
         choices=("dpace", "decay"),
     )
     gamma: float | None = setting(None, "Positions in which decay falls by e (default: by block).")
     loss_divisor: str | None = setting(
         None,
         "Divisor of a block's losses: the sum of weights, the number of rows, or of texts "
-        "(default rows; with decay, weights).",
+        "(default rows; with decay weights, but with kl rows).",
         choices=("weights", "rows", "texts"),
     )
     kl_scale: float = setting(1.0, "lk-lambda: share of cross-entropy where nothing is accepted.")
@@ -281,6 +315,8 @@ class TrainSettings:
     def losses(self) -> LossSettings:
         by_kind = {"num_steps": self.ttt_steps, "decay": self.step_decay, "kind": self.loss}
         given: dict[str, Any] = {k: v for k, v in by_kind.items() if v is not None}
+        if self.depths is not None:
+            given |= {"num_steps": self.depths, "decay": 1.0, "kept": KEPT}
         return LossSettings(
             **given,
             kl_scale=self.kl_scale,

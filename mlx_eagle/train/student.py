@@ -24,7 +24,7 @@ from ..system.atomic_folder import new_file
 from ..system.safetensors import save_arrays
 from .settings import TrainSettings
 
-FROZEN = "embed_tokens"  # an embedding of the head's own, which is not trained
+TABLE = "embed_tokens"  # an embedding of the head's own, which is never quantized
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Student:
     ``head`` is an ``Eagle3Head``, or the module of another kind of drafter. ``embed`` maps
     tokens (...,) to (..., h); ``taps`` are the target's layers whose inputs it reads; ``ids``
     (Vd,) int32 are the target ids of the tokens that it can draft; ``dtype``, the target's, is
-    the type that it computes in.
+    the type that it computes in. ``drafter``, of other kinds, is the one around the head.
     """
 
     head: Any
@@ -42,6 +42,7 @@ class Student:
     taps: tuple[int, ...]
     ids: mx.array
     dtype: mx.Dtype
+    drafter: Any = None
 
     @property
     def num_parameters(self) -> int:
@@ -138,7 +139,7 @@ def student_from(source: str, model: nn.Module, target: str | None) -> Student:
 
     Its shape and vocabulary stay as they are; a quantized head is dequantized. ``target`` is the
     target's folder or repository id, for the converter. Raises ValueError for a head that is more
-    than llama layers drafting step by step.
+    than llama layers.
     """
     with tempfile.TemporaryDirectory() as scratch:
         folder = converted_folder(source, Path(scratch), target)
@@ -162,7 +163,6 @@ def student_from(source: str, model: nn.Module, target: str | None) -> Student:
 
 def _check_trainable(config: Eagle3Config, source: str) -> None:
     features = {
-        "drafts in one pass (P-EAGLE)": config.mask_token_id is not None,
         "has parallel heads": config.num_parallel_heads > 0,
         "attends to a latent (MLA)": config.latent is not None,
         "scales queries by their position": config.position_scale is not None,
@@ -171,8 +171,8 @@ def _check_trainable(config: Eagle3Config, source: str) -> None:
     for feature, holds in features.items():
         if holds:
             raise ValueError(
-                f"{source} {feature}, and only heads of llama layers that draft step by step are "
-                "trained here: start from another head, or from none."
+                f"{source} {feature}, and only heads of llama layers are trained here: start from "
+                "another head, or from none."
             )
 
 
@@ -196,7 +196,7 @@ def head_files(
     shapes = {
         name.removesuffix(".weight"): array.shape
         for name, array in arrays.items()
-        if array.ndim == 2 and FROZEN not in name
+        if array.ndim == 2 and TABLE not in name
     }
     chosen = quantization.choose(shapes) if quantization is not None else {}
     stored: dict[str, mx.array] = {}

@@ -319,7 +319,7 @@ class Trainer:
         if settings.fine_tune_type == "lora":
             save_arrays(self._output / "adapters.safetensors", self._step.weights)
         if there := self.recipe.write_published(self._output):
-            log.say(f"In the layout that it came in, it is in {there}.")
+            log.say(f"As it is published, it is in {there}.")
         self._generated = self._generate(self._output, stop)
         if self._generated is not None:
             log.generated(self._generated)

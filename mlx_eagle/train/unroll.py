@@ -4,15 +4,16 @@ In each step the head is fed what it drafted in the step before, as in decoding 
 arXiv:2503.01840, section 3.3).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 import mlx.core as mx
 
 from ..drafters.head import DraftAttention, DraftLayer, Eagle3Head
-from .chunks import Arrays, chunk_rows, in_chunks, with_weights
+from .chunks import Arrays, chunk_rows, computed_again, in_chunks
 from .compiled import softmax
 
-OUTSIDE = ("lm_head", "input_norm", "fc_norm")
+OUTSIDE = ("lm_head", "input_norm", "fc_norm", "embed_tokens", "mask_hidden")
 """Parts of a head that no step passes states through. ``fc`` is one too if it fuses features."""
 
 
@@ -50,13 +51,53 @@ def unroll(
         yield hidden
 
 
+def unroll_masked(
+    head: Eagle3Head,
+    embeddings: mx.array,
+    features: mx.array,
+    masked: mx.array,
+    chosen: Sequence[mx.array],
+    checkpoint: bool = False,
+    first: int = 0,
+) -> Iterator[mx.array]:
+    """Yield the states of a P-EAGLE head's pass, for ``head.logits``, depth after depth.
+
+    Depth 0 is step 0 of ``unroll``: (B, T - first, h). At depth d there are (B, R_d, h): slot a
+    takes at position a + d the mask token, whose embedding ``masked`` (h,) is, and no features;
+    it attends to the slots up to a of depth 0, and to its own of the later depths.
+    ``chosen[d - 1]`` (B, R_d) numbers the slots of depth d among those of the depth before.
+    """
+    forward = _checkpointed if checkpoint else _advance
+    known = mx.pad(embeddings[:, 1:], [(0, 0), (0, 1), (0, 0)])
+    hidden, *made = forward(head, known, head.fuse(features), [], first)
+    past = [made]
+    yield hidden
+    slots = mx.broadcast_to(mx.arange(embeddings.shape[1]), embeddings.shape[:2])
+    state = head.masked(1)
+    for rows in chosen:
+        slots = mx.take_along_axis(slots, rows, axis=1)
+        index = rows[:, None, :, None]
+        later = [[mx.take_along_axis(x, index, axis=2) for x in made] for made in past[1:]]
+        past = [past[0], *later]
+        shape = (*rows.shape, state.shape[-1])
+        given = [mx.broadcast_to(x, shape) for x in (masked, state)]
+        hidden, *made = forward(head, *given, past, slots)
+        past.append(made)
+        yield hidden
+
+
 def _advance(
-    head: Eagle3Head, embeddings: mx.array, hidden: mx.array, past: list[Arrays], first: int
+    head: Eagle3Head,
+    embeddings: mx.array,
+    hidden: mx.array,
+    past: list[Arrays],
+    first: int | mx.array,
 ) -> Arrays:
-    """Compute the step after ``past``: states (B, T - first, h), then keys and values by layer.
+    """Compute the step after ``past``: hidden states (B, R, h), then keys and values by layer.
 
     Keys and values have shape (B, Hkv, R, D); ``past`` holds them for each earlier step. Step 0
     takes all slots. For those before ``first``, its last layer computes only keys and values.
+    Later steps take the slots from ``first`` on, or those slots (B, R) themselves.
     """
     step = len(past)
     made: Arrays = []
@@ -69,33 +110,35 @@ def _advance(
         chains = [*past, made]
         keys = [chain[2 * i] for chain in chains]
         values = [chain[2 * i + 1] for chain in chains]
-        skip = first if step == 0 and i == len(head.layers) - 1 else 0
+        is_last = i == len(head.layers) - 1
+        skip = first if step == 0 and is_last and isinstance(first, int) else 0
         attended = _attend(layer, q, keys, values, start, skip)
         hidden = layer.leave(residual[:, skip:], attended)
     return [head.leave(hidden), *made]
 
 
 def _checkpointed(
-    head: Eagle3Head, embeddings: mx.array, hidden: mx.array, past: list[Arrays], first: int
+    head: Eagle3Head,
+    embeddings: mx.array,
+    hidden: mx.array,
+    past: list[Arrays],
+    first: int | mx.array,
 ) -> Arrays:
     """Compute what ``_advance`` does, but keep only its inputs and outputs for the gradient."""
     outside = (*OUTSIDE, "fc") if head.config.fc_input == "features" else OUTSIDE
-    num = 2 * len(head.layers)
-
-    def inner(_: int, rows: Arrays) -> Arrays:
-        embeddings, hidden, *flat = rows
-        chains = [flat[i : i + num] for i in range(0, len(flat), num)]
-        return _advance(head, embeddings, hidden, chains, first)
-
-    rows = [embeddings, hidden, *(x for made in past for x in made)]
-    parts = [name for name in head.trainable_parameters() if name not in outside]
-    return with_weights(head, parts, inner, rows, len(hidden), again=True)
+    forward = partial(_advance, head, first=first)
+    return computed_again(head, outside, forward, [embeddings, hidden], past)
 
 
 def _attend(
-    layer: DraftLayer, q: mx.array, keys: Arrays, values: Arrays, start: int, skip: int
+    layer: DraftLayer,
+    q: mx.array,
+    keys: Arrays,
+    values: Arrays,
+    start: int | mx.array,
+    skip: int,
 ) -> mx.array:
-    """Attend from the slots of one layer, q (B, H, R, D), the first of them slot ``start``.
+    """Attend from the slots of one layer, q (B, H, R, D): from ``start`` on, or these (B, R).
 
     ``keys`` and ``values`` (B, Hkv, R, D) are those of every step, the newest last. The first
     ``skip`` slots do not attend, so the result has shape (B, R - skip, h).
@@ -104,55 +147,65 @@ def _attend(
     window = layer.window
     step = len(keys) - 1
     q = q[:, :, skip:]
-    start = start + skip
     batch, _, rows, width = q.shape
     # Queries by the key head they share: (B, Hkv, G, R, D).
     q = q.reshape(batch, attention.num_kv_heads, -1, rows, width) * attention.scale
-    # In its own chain a slot sees those steps that the window has not left behind.
-    first = 1 if window is None else max(1, step - window + 1)
+    # A chain sees its own steps that the window has not left behind, and a draft of one pass all.
+    is_chain = isinstance(start, int) and window is not None
+    first = max(1, step - window + 1) if is_chain else 1
     num_own = len(keys) - first
     keys = [k[:, :, None] for k in (keys[0], *keys[first:])]
     values = [v[:, :, None] for v in (values[0], *values[first:])]
+    length = keys[0].shape[-2]
 
     def attend(begin: int, rows: Arrays, shared: Arrays) -> Arrays:
         q, *own = rows
-        return [_attended(q, own[:num_own], own[num_own:], shared, start + begin, step, window)]
+        num = q.shape[-2]
+        low = 0
+        end = length
+        if isinstance(start, int):
+            end = start + skip + begin + num
+            places = mx.arange(end - num, end)[:, None]
+            if window is not None:
+                low = min(max(0, end - num + step - window + 1), end - 1)
+        else:
+            places = start[:, None, None, begin : begin + num, None]
+        unseen = _hidden(places, mx.arange(low, end), step, window).astype(q.dtype)
+        own_keys = own[:num_own]
+        cut = [array[..., low:end, :] for array in shared]
+        return [_attended(q, own_keys, own[num_own:], cut, unseen)]
 
-    size = chunk_rows(q.size // (rows * width) * (start + rows))
+    size = chunk_rows(q.size // (rows * width) * length)
     own = [q, *keys[1:], *values[1:]]
     out = in_chunks(attend, own, [keys[0], values[0]], size, -2, again=True)[0]
     out = out.reshape(batch, attention.num_heads, rows, width)
     return attention.o_proj(out.swapaxes(1, 2).reshape(batch, rows, -1))
 
 
-def _attended(
-    q: mx.array,
-    own_keys: Arrays,
-    own_values: Arrays,
-    shared: Arrays,
-    start: int,
-    step: int,
-    window: int | None,
-) -> mx.array:
-    """Attend in step ``step`` from q (B, Hkv, G, R, D), the slots from ``start`` on.
-
-    ``shared`` are the keys and values (B, Hkv, 1, T, D) of step 0; ``own_keys`` and
-    ``own_values`` (B, Hkv, 1, R, D) are the slots' own of later steps.
-    """
-    end = start + q.shape[-2]
-    low = 0 if window is None else min(max(0, start + step - window + 1), end - 1)
-    keys, values = (array[..., low:end, :] for array in shared)
-    slots = mx.arange(low, end)
-    places = mx.arange(start, end)[:, None]
+def _hidden(places: mx.array, slots: mx.array, step: int, window: int | None) -> mx.array:
+    """Mask the ``slots`` of step 0 that ``places`` (..., R, 1) do not see in ``step``: -inf."""
     visible = slots <= places
     if window is not None:
-        visible = visible & (places + step < slots + window)
-    unseen = mx.where(visible, 0.0, -mx.inf).astype(q.dtype)
+        # Where the window has left all of step 0 behind, a draft of one pass still sees its slot.
+        near = places + step < slots + window
+        visible = visible & (near | (slots == places) if places.ndim > 2 else near)
+    return mx.where(visible, 0.0, -mx.inf)
+
+
+def _attended(
+    q: mx.array, own_keys: Arrays, own_values: Arrays, shared: Arrays, unseen: mx.array
+) -> mx.array:
+    """Attend from q (B, Hkv, G, R, D) to what is not ``unseen`` (..., R, N) of step 0, and itself.
+
+    ``shared`` are N keys and values (B, Hkv, 1, N, D) of step 0; ``own_keys`` and ``own_values``
+    (B, Hkv, 1, R, D) are the slots' own of later steps.
+    """
+    keys, values = shared
     scores = mx.addmm(unseen, q, keys.swapaxes(-1, -2))
     own = [(q * k).sum(axis=-1, keepdims=True) for k in own_keys]
     weights = softmax(mx.concatenate([scores, *own], axis=-1))
     # One split: the gradient of each separate slice would be as large as all of them.
-    parts = mx.split(weights, [end - low + i for i in range(len(own))], axis=-1)
+    parts = mx.split(weights, [keys.shape[-2] + i for i in range(len(own))], axis=-1)
     out = parts[0] @ values
     for part, v in zip(parts[1:], own_values, strict=True):
         out = out + part * v
@@ -160,11 +213,11 @@ def _attended(
 
 
 def _project(
-    attention: DraftAttention, x: mx.array, position: int
+    attention: DraftAttention, x: mx.array, position: int | mx.array
 ) -> tuple[mx.array, mx.array, mx.array]:
     """Project x (B, R, h) to queries (B, H, R, D), keys and values (B, Hkv, R, D).
 
-    ``position`` is that of the first row.
+    ``position`` is that of the first row, or those (B, R) of all.
     """
     batch, rows, _ = x.shape
     heads = attention.qkv_proj(x).reshape(batch, rows, -1, attention.head_dim).swapaxes(1, 2)
@@ -173,4 +226,13 @@ def _project(
     if "q_norm" in attention:
         q = attention.q_norm(q)
         k = attention.k_norm(k)
-    return attention.rope(q, offset=position), attention.rope(k, offset=position), v
+
+    def rotated(y: mx.array) -> mx.array:
+        if isinstance(position, int):
+            return attention.rope(y, offset=position)
+        # One batch entry per row: mx.fast.rope takes one offset for each.
+        alone = y.swapaxes(1, 2).reshape(batch * rows, -1, 1, attention.head_dim)
+        turned = attention.rope(alone, offset=position.reshape(-1))
+        return turned.reshape(batch, rows, -1, attention.head_dim).swapaxes(1, 2)
+
+    return rotated(q), rotated(k), v

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pty
 import re
 import signal
 import subprocess
@@ -9,14 +10,14 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.request import Request, urlopen
 
 import pytest
 from drafter_pairs import tiny_gemma3
 from mlx_lm.utils import save_model
-from ranks import free_ports
+from ranks import first_of_ports
 from serving import write_pair, write_tokenizer
 
 LIMIT = 200  # seconds: on a busy machine a process needs 20 to start
@@ -32,7 +33,7 @@ def pair(tmp_path_factory) -> dict[str, str]:
 
 def launched(words: Sequence[str], num_ranks: int = 2) -> list[str]:
     launch = str(Path(sys.executable).parent / "mlx.launch")
-    port = str(free_ports(1)[0])
+    port = str(first_of_ports(num_ranks))
     where = ["-n", str(num_ranks), "--backend", "ring", "-p", port, "--python", sys.executable]
     return [sys.executable, launch, *where, "--", "-m", *words]
 
@@ -66,6 +67,30 @@ def test_a_chat_of_two_ranks_answers_as_one_does(pair):
     one = run(alone((*words, "--max-tokens", "12")), typed)
     two = run(launched((*words, "--max-tokens", "12")), typed)
     assert len(one.stdout.split()) > 1 and two.stdout == one.stdout
+
+
+def test_ctrl_c_ends_a_chat_and_all_its_ranks(pair):
+    """Rank 0 says so on the terminal itself: mlx.launch passes nothing on by then."""
+    words = launched(("mlx_eagle.chat", "--model", pair["target"], "--draft-model", "lookup"))
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(words[0], words)
+    seen = b""
+    try:
+        os.write(terminal, b"hello\n/help\n")
+        while b"Ctrl-C: leaves" not in seen:
+            seen += os.read(terminal, 1024)
+        os.write(terminal, b"\x03")
+        with suppress(OSError):  # no process has the terminal any more
+            while more := os.read(terminal, 1024):
+                seen += more
+        os.waitpid(pid, 0)  # mlx.launch ends after all that it has started
+        pid = 0
+    finally:
+        os.close(terminal)
+        if pid:
+            os.kill(pid, signal.SIGKILL)
+    assert b"\ninterrupted" in seen
 
 
 def test_what_cannot_be_split_is_one_sentence_of_rank_0(pair, tmp_path):

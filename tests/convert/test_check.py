@@ -131,7 +131,7 @@ def row(name: str, level: float, flag: str | None = None) -> Row:
 
 def report(*others: Row, resolved: float = 0.5, baseline: float = 0.2) -> check.Report:
     sides = row("as resolved", resolved), row("pairing shifted", baseline)
-    return check.Report(sides[0], others, sides[1], None, 6, 100)
+    return check.Report(sides[0], others, sides[1], {}, 6, 100)
 
 
 def test_the_verdict():
@@ -223,6 +223,12 @@ def test_the_report_goes_into_the_config(tmp_path, capsys, monkeypatch):
     assert "taps +1" in found["alternatives"] and "pairing shifted" in found["baseline"]
     table = capsys.readouterr().out
     assert "as resolved" in table and "in 4 to 6 bits" in table
+    command[command.index(str(out))] = str(tmp_path / "part")
+    main([*command, "--dtype", "float32", "--draft-vocab", "8"])
+    part = json.loads((tmp_path / "part" / "config.json").read_text())["check"]
+    assert part["full"] == {key: found[key] for key in ("agreement", "tau", "overlap")}
+    assert part["overlap"] != found["overlap"]
+    assert "full vocabulary" in capsys.readouterr().out
 
 
 # The demo pair: the right setting against deliberately wrong ones.

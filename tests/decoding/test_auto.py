@@ -494,6 +494,7 @@ def test_plans_travel_between_ranks_as_numbers():
         DraftPlan(THREE),
         DraftPlan(THREE, copies),
         DraftPlan(PLAIN, chains, copies),
+        DraftPlan(TREES[-1], (*TREES, *copies[len(TREES) :])),
     ]
     numbers = [to_numbers(plan) for plan in plans]
     assert len({len(each) for each in numbers}) == 1

@@ -26,6 +26,8 @@ from copy import deepcopy
 from pathlib import Path
 
 import mlx.core as mx
+import numpy as np
+from block_twin import LEARNED, tiny_dflash2
 from checkpoints import (
     CONFIG,
     SPECULATORS,
@@ -38,7 +40,9 @@ from checkpoints import (
     write_legacy_bin,
     write_safetensors,
 )
+from gguf_files import write_blocks
 from helpers import PROMPT, speculative, tiny_llama
+from mlx.utils import tree_flatten
 
 import mlx_eagle.convert
 from mlx_eagle.convert import convert
@@ -207,6 +211,14 @@ def gguf_file(rng: random.Random, folder: Path) -> None:
     path.write_bytes(fuzz_bytes(rng, path.read_bytes(), reach=2600))
 
 
+def block_head_file(rng: random.Random, folder: Path) -> None:
+    folder.mkdir()
+    head = tiny_dflash2(tiny_llama(num_hidden_layers=6)).head
+    tensors = {name: np.array(array) for name, array in tree_flatten(head.parameters())}
+    path = write_blocks(folder / "head.gguf", tensors, LEARNED["dflash2"])
+    path.write_bytes(fuzz_bytes(rng, path.read_bytes(), reach=6000))
+
+
 def config_file(rng: random.Random, folder: Path) -> None:
     write_safetensors(folder, CONFIG, TENSORS)
     values = fuzz_object(rng, rng.choice((CONFIG, SPECULATORS)), KEYS)
@@ -236,6 +248,7 @@ KINDS: dict[str, Callable[[random.Random, Path], None]] = {
     "legacy": legacy_file,
     "safetensors": safetensors_file,
     "gguf": gguf_file,
+    "gguf blocks": block_head_file,
     "config": config_file,
     "index": index_file,
     "converted": converted_folder,

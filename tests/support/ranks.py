@@ -5,7 +5,7 @@ import os
 import socket
 import subprocess
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 LIMIT = 300  # seconds
@@ -19,6 +19,17 @@ def free_ports(num: int) -> list[int]:
     for s in sockets:
         s.close()
     return ports
+
+
+def first_of_ports(num: int) -> int:
+    """The first of so many free ports in a row: mlx.launch is told that one, and takes them."""
+    while True:
+        (first,) = free_ports(1)
+        with suppress(OSError, OverflowError):
+            for port in range(first, first + num):
+                with socket.socket() as s:
+                    s.bind(("127.0.0.1", port))
+            return first
 
 
 @contextmanager

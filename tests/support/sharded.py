@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import cycle
 
 import mlx.core as mx
 from architectures import build
@@ -26,10 +27,12 @@ from mlx_lm.models import ministral3
 from mlx_lm.models.cache import make_prompt_cache
 
 import mlx_eagle
+from mlx_eagle.decoding.auto import AdaptiveController
 from mlx_eagle.decoding.round_costs import costs_of
 from mlx_eagle.decoding.rules import make_rule
 from mlx_eagle.drafters.eagle3 import Eagle3Drafter
 from mlx_eagle.drafters.lookup import LookupDrafter
+from mlx_eagle.drafters.tree import PLAIN, TREES, DraftShape
 from mlx_eagle.target_model.target import Target
 
 NUM_TOKENS = 24
@@ -63,9 +66,11 @@ def shard(model):
 
 CASES = {
     "tensor, llama": (tiny_llama, shard),
+    "tensor, qwen3": (lambda: build("qwen3"), shard),
     "tensor, qwen3_moe": (lambda: build("qwen3_moe"), shard),
     "tensor, qwen3_5 with MTP": (tiny_qwen3_5, shard),
     "pipeline, ministral3": (tiny_ministral3, split),
+    "pipeline, qwen3_moe": (lambda: build("qwen3_moe"), split),
     "pipeline, deepseek_v2": (lambda: randomize(build("deepseek_v2"), 4), split),
 }
 
@@ -78,14 +83,14 @@ def features(model, taps) -> mx.array:
     return features
 
 
-def batch(model, drafter) -> list[list[int]]:
+def batch(model, drafter, num_draft_tokens: int | str = 3) -> list[list[int]]:
     return mlx_eagle.batch_generate(
         model,
         byte_tokenizer(),
         PROMPTS,
         max_tokens=[20, 5, 12],
         draft_model=drafter,
-        num_draft_tokens=3,
+        num_draft_tokens=num_draft_tokens,
         return_token_ids=True,
     ).token_ids
 
@@ -138,6 +143,7 @@ def counting() -> Iterator[list[str]]:
 def exchanges(model, drafter, num_draft_tokens: int | str) -> tuple[list[int], float, int]:
     """The text, the exchanges of a round beyond those of a plain step, and the times learnt."""
     short, long = 4, NUM_TOKENS
+    speculative(model, drafter, PROMPT, short, num_draft_tokens=num_draft_tokens)  # may try trees
     with counting() as of_short:
         plain(model, PROMPT, short, prefill_step_size=512)
     with counting() as of_long:
@@ -154,6 +160,18 @@ def exchanges(model, drafter, num_draft_tokens: int | str) -> tuple[list[int], f
     more, passes = (b - a for a, b in zip(*found, strict=True))
     costs = costs_of(model, drafter, make_rule(None, None))
     return tokens, more / passes, len(costs._run)
+
+
+@contextmanager
+def trees_by_auto() -> Iterator[None]:
+    """Let rank 0's ``auto`` choose trees, chains and plain steps in turn in this block."""
+    before = AdaptiveController._next_shape
+    turns = cycle([TREES[1], DraftShape(2), TREES[0], PLAIN, TREES[1]])
+    AdaptiveController._next_shape = lambda *_: next(turns)
+    try:
+        yield
+    finally:
+        AdaptiveController._next_shape = before
 
 
 def whole_and_part(name: str):
@@ -173,7 +191,7 @@ def compare(name: str, in_few_ways: bool) -> dict[str, bool]:
     whole, part, drafter, mine, spread = whole_and_part(name)
     num_layers = len(whole.layers)
     taps = (0, 1, num_layers // 2, num_layers - 1, num_layers, num_layers + 1)
-    has_trees = "deepseek" not in name and "MTP" not in name
+    has_trees = "MTP" not in name
     reference = written(whole, drafter, has_trees, in_few_ways)
     spread(part)
     ours = written(part, mine, has_trees, in_few_ways)
@@ -186,8 +204,14 @@ def compare(name: str, in_few_ways: bool) -> dict[str, bool]:
         # What rounds cost is measured by rank 0: the choice must still be one.
         text, more, num_timed = exchanges(part, mine, "auto")
         results["auto"] = text == ours["k = 3"][0]
-        fetched = "pipeline" in name  # what the head reads, once a pass
-        results[f"{more:.2f} exchanges more a round"] = more <= 1 + fetched
+        results["batch, auto"] = batch(part, mine, "auto") == ours["batch"][0]
+        # The choice, which in a pipeline travels with what the head reads.
+        results[f"{more:.2f} exchanges more a round"] = more <= 1
+        if has_trees:
+            with trees_by_auto():
+                text, stats = speculative(part, mine, PROMPT, NUM_TOKENS, num_draft_tokens="auto")
+            results["trees by auto"] = text == ours["k = 3"][0]
+            results["trees were drawn"] = stats.num_drafted > sum(stats.draft_lengths)
         results["rank 0 learns"] = (num_timed > 0) == (mx.distributed.init().rank() == 0)
     results["is split"] = len(part.layers) < num_layers or "tensor" in name
     return results

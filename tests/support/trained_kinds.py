@@ -12,14 +12,16 @@ import mlx.core as mx
 import mlx.nn as nn
 import mtp_checkpoints
 import numpy as np
+from block_losses import naive_block_loss
 from checkpoints import write_config
 from drafter_pairs import tiny_qwen3_next
 from helpers import SIZES, tiny_llama
-from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 from training import VOCAB, write_model
 
 from mlx_eagle.target_model.target import Target
 from mlx_eagle.train.batches import TokenBatch
+from mlx_eagle.train.block import anchors_of
 from mlx_eagle.train.given import converted, open_given
 from mlx_eagle.train.kinds import TRAINED, filled, student_of
 from mlx_eagle.train.recipe import Recipe
@@ -42,7 +44,7 @@ class Case:
     config: dict[str, Any]
     states: Callable[[list[int]], mx.array]
     output: Callable[[mx.array], mx.array]
-    naive: Callable[[Any, list[int], int, int], mx.array]
+    naive: Callable[[Any, list[int], int, int], mx.array] | None = None
 
 
 def loud(model: nn.Module) -> nn.Module:
@@ -51,8 +53,8 @@ def loud(model: nn.Module) -> nn.Module:
     return model
 
 
-def mtp(folder: Path) -> Case:
-    model = loud(tiny_qwen3_next(vocab_size=VOCAB))
+def mtp(folder: Path, **changes: Any) -> Case:
+    model = loud(tiny_qwen3_next(vocab_size=VOCAB, **changes))
     config = dict(vars(model.args))
     write_model(folder / "target", model, config)
     part = mtp_checkpoints.qwen(model)
@@ -108,45 +110,71 @@ def assistant(folder: Path, **changes: Any) -> Case:
     return Case(folder / "target", folder / "given", model, config, states, output, naive)
 
 
-def dflash(folder: Path) -> Case:
-    """Layers with and without a window, causal and not; three of a text's taps."""
+def blocks(kind: str, folder: Path, reduced: int = 0, **changes: Any) -> Case:
+    """Layers with and without a window, causal and not; three of a text's taps.
+
+    With ``reduced``, in speculators' layout, with a head for every second token of so many.
+    """
     model = loud(tiny_llama(vocab_size=VOCAB))
     config = {"model_type": "llama", **SIZES, "vocab_size": VOCAB}
     write_model(folder / "target", model, config)
-    drafter = block_twin.tiny_dflash(model, num_layers=2)
+    if reduced:
+        changes |= {"draft_vocab_size": reduced, "lm_head_source": "file"}
+    if kind == "dspark":
+        changes = {"confidence": "markov", "block_size": 5} | changes
+    drafter = getattr(block_twin, f"tiny_{kind}")(model, num_layers=2, **changes)
+    if kind == "dflash2":  # kernels nearly as training begins with them: less is rounded
+        for layer in drafter.head.layers:
+            for own in (layer.attention_conv, layer.mlp_conv):
+                own.kernel_projection.weight = 0.3 * own.kernel_projection.weight
+                own.base_kernel = 0.3 * own.base_kernel
+                own.base_kernel[:, 0] += 1
     c = drafter.head.config
     taps = {"target_layer_ids": [tap - 1 for tap in c.taps], "mask_token_id": c.mask_token_id}
     values = {
         "model_type": "qwen3",
-        "architectures": ["DFlashDraftModel"],
         "vocab_size": c.vocab_size,
         "rms_norm_eps": c.rms_norm_eps,
         "rope_theta": c.rope_theta,
         "block_size": c.block_size,
         "layer_types": ["sliding_attention", "full_attention"],
         "sliding_window": 4,
-        "dflash_config": taps,
+        "dflash_config": taps | {"selector_top_k": getattr(c, "top_k", 16)},
     }
-    block_twin.published(folder / "given", drafter, values)
-
-    def naive(head: Any, text: list[int], place: int, steps: int) -> mx.array:
-        """The block behind the anchor before ``place``, by the caches of drafting."""
-        target = Target(model, head.config.taps)
-        _, features = target(mx.array(text), make_prompt_cache(model))
-        caches = [KVCache() for _ in head.layers]
-        head.absorb(mx.stop_gradient(features)[None, : place - 1], caches)
-        tokens = [text[place - 1], *[head.config.mask_token_id] * (head.config.block_size - 1)]
-        states = head(model.model.embed_tokens(mx.array([tokens])), caches)
-        return model.model.embed_tokens.as_linear(states[0, head.config.first_slot :][:steps])
+    more = {}
+    if reduced:
+        values |= {"transformer_layer_config": dict(values), "mask_token_id": c.mask_token_id}
+        values |= {"aux_hidden_state_layer_ids": list(c.taps), "sample_from_anchor": True}
+        more["d2t"] = mx.arange(reduced)
+    block_twin.published(folder / "given", drafter, values, more=more)
 
     def states(text: list[int]) -> mx.array:
         return model.model(mx.array([text]))[0]
 
     output = model.model.embed_tokens.as_linear
-    return Case(folder / "target", folder / "given", model, config, states, output, naive)
+    return Case(folder / "target", folder / "given", model, config, states, output)
 
 
-CASES = {"mtp": mtp, "assistant": assistant, "dflash": dflash}
+def dflash(folder: Path, **changes: Any) -> Case:
+    return blocks("dflash", folder, **changes)
+
+
+def dspark(folder: Path, **changes: Any) -> Case:
+    return blocks("dspark", folder, **changes)
+
+
+def dflash2(folder: Path, **changes: Any) -> Case:
+    return blocks("dflash2", folder, **changes)
+
+
+CASES = {
+    "mtp": mtp,
+    "assistant": assistant,
+    "dflash": dflash,
+    "dspark": dspark,
+    "dflash2": dflash2,
+}
+BLOCKS = ("dflash", "dspark", "dflash2")
 
 
 def recipe_of(case: Case, kind: str, **options: Any) -> Recipe:
@@ -191,6 +219,9 @@ def naive_chain_losses(
                 p = mx.softmax(said)
                 if loss == "kl":
                     one = (p * (mx.log(p) - log_q)).sum()
+                elif loss == "mix":  # ce=.1,tv=.6,l1=.2
+                    rejected = 1 - mx.minimum(p, mx.exp(log_q)).sum()
+                    one = rejected - 0.1 * log_q[text[place]]
                 else:
                     label = text[place] if loss == "text" else mx.argmax(said).item()
                     one = -log_q[label]
@@ -198,27 +229,20 @@ def naive_chain_losses(
     return [mx.stack(values).mean() for values in found]
 
 
-def naive_block_loss(case: Case, head: Any, batch: TokenBatch, anchors: np.ndarray) -> mx.array:
-    """Cross-entropy of the target's choices with D-PACE's weights, from block after block."""
-    sums, num = [], 0
-    for row, (length, num_prompt) in enumerate(LENGTHS):
-        text = batch.tokens[row, :length].tolist()
-        said = case.output(case.states(text))
-        for anchor in anchors[row].tolist():
-            if anchor < 0:
-                continue
-            block = head.config.longest_draft
-            logits = case.naive(head, text, anchor + 1, block)
-            entropies = []
-            for step in range(block):
-                place = anchor + 1 + step
-                if place >= length or place < max(num_prompt, 1):
-                    break
-                log_q = logits[step] - mx.logsumexp(logits[step])
-                entropies.append(-log_q[mx.argmax(said[place - 1]).item()])
-            passed = [0.5 * float(np.exp(-x.item())) + 0.5 for x in entropies]
-            reached = np.cumprod(passed)
-            for step, entropy in enumerate(entropies):
-                sums.append(float(reached[step:].sum()) * entropy)
-                num += 1
-    return mx.stack(sums).sum() / num
+def block_loss_by_hand(case: Case, kind: str, recipe: Any, batch: TokenBatch) -> mx.array:
+    """See ``block_losses.py``."""
+    head = recipe.student.head
+    anchors = anchors_of(batch, recipe.settings.anchors, 0, 0)
+    texts = [
+        (batch.tokens[row, :length].tolist(), num_prompt, [a for a in own.tolist() if a >= 0])
+        for row, ((length, num_prompt), own) in enumerate(zip(LENGTHS, anchors, strict=True))
+    ]
+
+    def features(text: list[int]) -> mx.array:
+        return Target(case.model, head.config.taps)(mx.array(text), make_prompt_cache(case.model))[
+            1
+        ]
+
+    target = (case.model.model.embed_tokens, features, case.states, case.output)
+    ids = recipe.student.ids.tolist()
+    return naive_block_loss(kind, head, recipe.settings, texts, target, ids)

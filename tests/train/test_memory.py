@@ -8,14 +8,14 @@ from multiprocessing import get_context
 import mlx.core as mx
 import numpy as np
 import pytest
-from helpers import SIZES, tiny_llama
+from helpers import SIZES, byte_tokenizer, tiny_llama
 from training import chats, write_data, write_target
 
 from mlx_eagle import load_fast_blas
 from mlx_eagle.drafters.config import Eagle3Config
 from mlx_eagle.drafters.head import Eagle3Head
 from mlx_eagle.system.device import weight_bytes
-from mlx_eagle.train import memory, train
+from mlx_eagle.train import memory, peagle, train
 from mlx_eagle.train.__main__ import main, settings_of
 from mlx_eagle.train.batches import TokenBatch
 from mlx_eagle.train.data import Example, Examples
@@ -154,12 +154,15 @@ def test_an_update_has_old_and_new_of_one_tensor_at_a_time():
     assert everything > 6 * largest
 
 
-# Hidden size, width of the MLP, vocabulary, texts, their length, steps, whether checkpointed.
+# Hidden size, width of the MLP, vocabulary, texts, their length, steps, whether checkpointed, and
+# whether the steps are depths of a P-EAGLE head.
 RUNS = [
-    (256, 896, 2048, 2, 192, 3, False),
-    (256, 512, 2048, 4, 128, 4, True),
-    (128, 256, 1024, 1, 512, 3, True),
-    (64, 128, 16384, 4, 64, 2, False),
+    (256, 896, 2048, 2, 192, 3, False, False),
+    (256, 512, 2048, 4, 128, 4, True, False),
+    (128, 256, 1024, 1, 512, 3, True, False),
+    (64, 128, 16384, 4, 64, 2, False, False),
+    (256, 896, 2048, 2, 192, 8, False, True),
+    (128, 256, 1024, 1, 512, 8, True, True),
 ]
 
 
@@ -180,17 +183,26 @@ def test_a_batch_takes_what_was_said(run, alone):
 def peak_and_needs(run) -> tuple[float, dict[str, float]]:
     """Measure the bytes at the peak of two steps; return them and the announcement, by part."""
     forget_others()
-    hidden, width, vocab, num_texts, length, num_steps, checkpoint = run
+    hidden, width, vocab, num_texts, length, num_steps, checkpoint, is_parallel = run
     sizes = {"hidden_size": hidden, "intermediate_size": width, "vocab_size": vocab}
     sizes |= {"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 2}
     model = tiny_llama(0, head_dim=hidden // 8, **sizes)
-    student = fresh_student(model, sizes, np.arange(vocab, dtype=np.int32), fresh(1, length))
-    losses = LossSettings(num_steps, checkpoint=checkpoint)
+    if is_parallel:
+        settings = replace(fresh(1, length), depths=num_steps, draft_vocab_size=vocab)
+        settings = replace(settings, mask_token_id=5, loss="kl", grad_checkpoint=checkpoint)
+        nothing = Examples([], [], [])
+        student = peagle.make_student(settings, model, sizes, byte_tokenizer(), nothing)
+        losses = settings.losses()
+        recipe = peagle.PEagleRecipe(settings, student, model, None, nothing)
+    else:
+        student = fresh_student(model, sizes, np.arange(vocab, dtype=np.int32), fresh(1, length))
+        losses = LossSettings(num_steps, checkpoint=checkpoint)
+        recipe = None
     counted = num_texts * (length - 1)
     taken = Sizes(num_texts, length, counted)
     needed = needs_of(student, weight_bytes(model), taken, losses, is_summed=False)
     before = mx.get_active_memory() - weight_bytes(model) - weight_bytes(student.head)
-    step = TrainStep(student, losses, max_grad_norm=0.5)
+    step = TrainStep(student, losses, 0.5, 0.0, recipe)
     teacher = Teacher(model, student.taps, student.ids)
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, vocab, (num_texts, length)).astype(np.int32)
@@ -199,8 +211,11 @@ def peak_and_needs(run) -> tuple[float, dict[str, float]]:
     batch = TokenBatch(tokens, counts, length, num_texts, tuple(range(num_texts)))
     with memory_kept_to(sum(needed.values()), before):
         mx.reset_peak_memory()
-        for _ in range(2):
-            features, targets = teacher.teach(batch, num_steps)
+        for epoch in range(2):
+            if recipe is None:
+                features, targets = teacher.teach(batch, num_steps)
+            else:
+                features, targets = recipe.teach(batch, epoch)
             step(mx.array(tokens), features, targets, 1e-4, 1)
     assert targets.weights.sum().item() == counted
     return mx.get_peak_memory() - before, needed

@@ -14,7 +14,8 @@ import os
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
 import torch
-from common import GOLDEN, LAYER, chosen, random_vocabulary, randomize, report, stub, without_init
+from common import GOLDEN, chosen, random_vocabulary, randomize, report, stub, without_init
+from lessons import LENGTHS, PROMPTS, SIZES, make_target, target_states
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -40,39 +41,12 @@ eagle3.LogSoftmaxLoss.apply = staticmethod(_compute_loss)
 
 NUM_STEPS = 5
 DECAY = 0.8
-TAPS = (1, 2, 4)  # of the target's four layers; 4 enters its final norm
-LENGTHS = (17, 12, 9)
-PROMPTS = (5, 3, 7)
-SIZES = {
-    **LAYER,
-    "vocab_size": 96,
-    "intermediate_size": 48,
-    "pretraining_tp": 1,
-    "pad_token_id": None,
-}
 VARIANTS = {
     "ce": {"loss": None, "head": {}},
     "lk-alpha": {"loss": "alpha", "head": {}},
     "lk-lambda": {"loss": "lambda", "head": {}, "kl_scale": 0.7, "kl_decay": 2.0},
     "fc-norm": {"loss": None, "head": {"fc_norm": True}},
 }
-
-
-def target_states(
-    target: LlamaForCausalLM, tokens: torch.Tensor, taps: tuple[int, ...] = TAPS
-) -> tuple[torch.Tensor, ...]:
-    """Compute the features (B, T, 3 h) at the taps and the logits (B, T, V)."""
-    entered = []
-    entries = [*target.model.layers, target.model.norm]
-    hooks = [
-        entries[tap].register_forward_pre_hook(lambda _, args: entered.append(args[0]))
-        for tap in taps
-    ]
-    with torch.no_grad():
-        logits = target(tokens).logits
-    for hook in hooks:
-        hook.remove()
-    return torch.cat(entered, dim=-1), logits
 
 
 def expect(target: LlamaForCausalLM, head: LlamaForCausalLMEagle3, variant: dict) -> dict:
@@ -115,7 +89,7 @@ def main() -> None:
     for seed, name in chosen(VARIANTS):
         variant = VARIANTS[name]
         torch.manual_seed(200 + seed)
-        target = LlamaForCausalLM(LlamaConfig(**{**SIZES, "num_hidden_layers": 4}))
+        target = make_target()
         config = LlamaConfig(**SIZES, draft_vocab_size=40, **variant["head"])
         head = LlamaForCausalLMEagle3(config)
         randomize(target)

@@ -1,0 +1,71 @@
+"""Training of DSpark heads: of what is accepted, and of how sure the head is of it.
+
+DeepSpec, modeling/dspark/loss.py: .1 of cross-entropy and .9 of the L1 distance from the target's
+distribution, and cross-entropy of the confidence head with the share that would be accepted.
+Before each slot stands the text's token.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from ..drafters.dspark import DSparkConfig, DSparkHead
+from .block import BlockRecipe, fresh_fields, layer_values, write_fresh
+from .chunks import Arrays
+from .compiled import softmax
+from .losses import mixed_losses
+from .settings import TrainSettings
+
+RANK = 256  # of a fresh head's Markov head
+
+
+class DSparkRecipe(BlockRecipe):
+    """A DSpark head, with its Markov head of any kind, and its confidence head if it has one."""
+
+    parts = ("markov_head", "confidence_head")
+    spread = 2
+
+    def compare(
+        self, states: mx.array, before: mx.array, labels: mx.array, final: mx.array
+    ) -> Arrays:
+        drafter = self.drafter
+        # Split at once: the gradient of each separate slice would be as large as all of them.
+        slots = zip(*(mx.split(x, self.depth, axis=1) for x in drafter.slots(states)), strict=True)
+        carried = drafter.start(len(states))
+        rows = []
+        for slot, own in enumerate(slots):
+            tokens = before[:, slot]
+            logits, carried = drafter.after(tokens, carried, *(part[:, 0] for part in own))
+            rows.append(logits)
+        probs = softmax(self.teacher.output(final).astype(mx.float32))
+        logits = mx.stack(rows, axis=1)[..., : probs.shape[-1]].astype(mx.float32)
+        loss = mixed_losses(self.settings.losses().terms, logits, probs, labels)
+        sure = drafter.confidence_logits(states, before)
+        if sure is None:
+            return [loss]
+        kept = mx.stop_gradient(mx.minimum(probs, softmax(logits)).sum(axis=-1))
+        return [loss, mx.logaddexp(0, sure) - kept * sure]
+
+
+def write_new(folder: Path, settings: TrainSettings, *target: Any) -> None:
+    """Write a new head for a ``target`` (see ``fresh_fields``), as speculators publishes them."""
+    fields = fresh_fields(settings, *target)
+    rank = min(RANK, fields["hidden_size"])
+    config = DSparkConfig(**fields, first_slot=0, markov_rank=rank, confidence="markov")
+    proposal = {"proposal_type": "greedy", "speculative_tokens": config.longest_draft}
+    values = {
+        "architectures": ["DSparkDraftModel"],
+        "speculators_model_type": "dspark",
+        "speculators_config": {"algorithm": "dspark", "proposal_methods": [proposal]},
+        "transformer_layer_config": layer_values(config),
+        "aux_hidden_state_layer_ids": list(config.taps),
+        "mask_token_id": config.mask_token_id,
+        "block_size": config.block_size,
+        "draft_vocab_size": config.draft_vocab_size,
+        "sample_from_anchor": True,
+        "markov_rank": rank,
+        "markov_head_type": config.markov_kind,
+        "confidence_head_with_markov": True,
+    }
+    write_fresh(folder, DSparkHead(config), settings.seed, values)
