@@ -6,6 +6,7 @@ import importlib.util
 import itertools
 import json
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -57,23 +58,21 @@ NUM_LINES = 20  # lines of progress in all, if standard error is no terminal
 def run(args: argparse.Namespace) -> None:
     """Check, load, measure, print, write; or check a report file that is there."""
     if args.check_report is not None:
-        report = read_report(Path(args.check_report).expanduser())
+        report = read_report(args.check_report)
         print(f"A report as it should be, with {len(report['runs'])} runs: {args.check_report}")
         return
     settings = read_settings(args)
-    if args.picture is not None:
-        check_picture(args.picture)
-    if args.report is not None:
-        check_writable(Path(args.report).expanduser(), "--report")
+    check_files(args)
     questions = load_questions(settings.prompts, settings.limit)
     check_questions(settings, questions)
     check_pipeline(args)
-    if settings.clients and num_ranks() > 1:
-        raise ValueError(
-            "--serve starts servers of its own, which mlx.launch does not know of: leave it out, "
-            "or start without mlx.launch."
-        )
-    folder = prepare_folder(args.out) if is_first() else Path()
+    for flag, given in (("--serve", settings.clients), ("--compare", args.compare)):
+        if given and num_ranks() > 1:
+            raise ValueError(
+                f"{flag} is for one machine: leave it out, or start without mlx.launch."
+            )
+    if is_first():
+        prepare_folder(args.out)
     prepare_device()
     machine = conditions.machine()  # before the run, which would show in the load of the machine
     measurement = open_measurement(args, questions, settings)
@@ -91,13 +90,13 @@ def run(args: argparse.Namespace) -> None:
     }
     # Before anything is written: what took hours to measure is not lost to a full disk.
     print(results(document), flush=True)
-    has_plots = write_all(document, rows, folder, args.picture)
+    has_plots = write_all(document, rows, args.out, args.picture)
     plots = f", {PLOTS}/" if has_plots else ""
-    print(f"Written to {folder}: report.md, results.json, results.csv{plots}")
+    print(f"Written to {args.out}: report.md, results.json, results.csv{plots}")
     if args.picture is not None:
         print(f"Picture: {args.picture}")
     if args.report is not None:
-        write_report(report_of(document, args.notes), Path(args.report).expanduser())
+        write_report(report_of(document, args.notes), args.report)
         print(f"Report for measured/: {args.report}; please send it with the issue form.")
     if not has_plots:
         print(f"Without plots, which need matplotlib: {EXTRA}.")
@@ -105,12 +104,16 @@ def run(args: argparse.Namespace) -> None:
         print(json.dumps(brief(document)))
 
 
-def check_picture(file: str) -> None:
-    """Raise ValueError if the file of ``--picture`` cannot be drawn."""
-    path = Path(file).expanduser()
+def check_files(args: argparse.Namespace) -> None:
+    """Raise ValueError if the file of ``--picture`` or ``--report`` could not be written."""
+    if args.report is not None:
+        check_writable(args.report, "--report")
+    path = args.picture
+    if path is None:
+        return
     if path.suffix not in PICTURES or not path.parent.is_dir():
         raise ValueError(
-            f"--picture is {file}: give the name of a {' or '.join(PICTURES)} file in a folder "
+            f"--picture is {path}: give the name of a {' or '.join(PICTURES)} file in a folder "
             "that exists."
         )
     if not has_matplotlib():
@@ -122,20 +125,17 @@ def has_matplotlib() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def prepare_folder(path: str) -> Path:
-    """Make the output folder and try it; ValueError if it cannot be written to."""
-    folder = Path(path).expanduser()
-    probe = folder / "results.json.tmp"
+def prepare_folder(folder: Path) -> None:
+    """Make the output folder; ValueError if it cannot be written to."""
     try:
         (folder / PLOTS).mkdir(parents=True, exist_ok=True)
-        probe.touch()
-        probe.unlink()
+        with tempfile.TemporaryFile(dir=folder):
+            pass
     except OSError as err:
         raise ValueError(
-            f"--out {path} cannot be written ({err.strerror}): give a folder that you may write "
+            f"--out {folder} cannot be written ({err.strerror}): give a folder that you may write "
             "to."
         ) from err
-    return folder
 
 
 def open_measurement(
@@ -162,33 +162,23 @@ def open_measurement(
 
 def load_models(args: argparse.Namespace) -> tuple[Models, dict[str, str]]:
     """The models that the flags name, and their names for the report."""
-    names = dict(DEMO_NAMES)
     takes_all = ALL in draft_names(args)
     wanted = wanted_names(args)
     for name in () if takes_all else wanted:
         find_drafter(name, args.model)
     if args.compare is not None:
         find_target(args.compare[1])
+    own = None
     if args.model is None:
         model, tokenizer, own = load_demo(dtype=args.dtype, quantize_bits=args.quantize_draft)
     else:
         model, tokenizer = load(args.model, dtype=args.dtype, pipeline=args.pipeline)
-        own = None
-        names["model"] = args.model
+    options = {name: getattr(args, name) for name in ("draft_window", "draft_vocab")}
+    options |= {"quantize_bits": args.quantize_draft, "target": args.model, "copies": False}
     drafters = {}
     for given in wanted:
         try:
-            opened, drafter = open_beside(
-                own,
-                given,
-                model,
-                tokenizer,
-                quantize_bits=args.quantize_draft,
-                draft_window=args.draft_window,
-                draft_vocab=args.draft_vocab,
-                target=args.model,
-                copies=False,
-            )
+            opened, drafter = open_beside(own, given, model, tokenizer, **options)
         except USER_ERRORS as err:
             if not takes_all:
                 raise
@@ -202,10 +192,11 @@ def load_models(args: argparse.Namespace) -> tuple[Models, dict[str, str]]:
         drafters[name] = drafter
     if not drafters:
         raise ValueError(f"no known drafter of {args.model} can be opened: name another.")
-    names["head"] = ", ".join(drafters)
+    head = [", ".join(drafters)]
     for what, value in (("window", args.draft_window), ("vocabulary", args.draft_vocab)):
         if value is not None:
-            names["head"] += f", draft {what} {value}"
+            head.append(f"draft {what} {value}")
+    names = {"model": args.model or DEMO_NAMES["model"], "head": ", ".join(head)}
     compared = None
     if args.compare is not None:
         names["compared"] = args.compare[1]
@@ -215,11 +206,6 @@ def load_models(args: argparse.Namespace) -> tuple[Models, dict[str, str]]:
 
 def load_compared(args: argparse.Namespace, tokenizer: TokenizerWrapper) -> nn.Module:
     """Load the draft model of mlx-lm's own method, which ``--compare`` names."""
-    if num_ranks() > 1:
-        raise ValueError(
-            "--compare measures mlx-lm's own drafting, which is for one machine: leave it out, or "
-            "start without mlx.launch."
-        )
     compared, other = load(args.compare[1], dtype=args.dtype)
     if other.vocab_size != tokenizer.vocab_size:
         raise ValueError(
@@ -277,7 +263,9 @@ def counting(total: int) -> Iterator[Callable[[], None]]:
         yield count
 
 
-def write_all(document: Document, rows: Sequence[Document], folder: Path, picture: Any) -> bool:
+def write_all(
+    document: Document, rows: Sequence[Document], folder: Path, picture: Path | None
+) -> bool:
     """Write every file, and the plots if they can be drawn; whether they were.
 
     The CSV has a row per run, ``picture`` is the file of ``--picture``.
@@ -287,24 +275,24 @@ def write_all(document: Document, rows: Sequence[Document], folder: Path, pictur
         from . import plots  # here, because matplotlib takes a second, and may be missing
 
         if picture is not None:
-            plots.draw_picture(document, Path(picture).expanduser())
+            plots.draw_picture(document, picture)
         images = plots.draw_all(document, folder / PLOTS)
     (folder / "results.json").write_text(json.dumps(document, indent=1) + "\n")
     with (folder / "results.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer = csv.DictWriter(file, fieldnames=rows[0])
         writer.writeheader()
         writer.writerows(rows)
     (folder / "report.md").write_text(full_report(document, images))
     return bool(images)
 
 
-def brief(document: Document) -> dict[str, Any]:
+def brief(document: Document) -> Document:
     """The document without the figures of single prompts, for ``--json``."""
     scenarios = []
     for scenario in document["scenarios"]:
         found = [row["parity"]["identical"] for row in scenario["prompts"]]
-        rest = {key: value for key, value in scenario.items() if key != "prompts"}
-        scenarios.append(rest | {"identical": sum(found), "batch_size": len(found)})
+        counts = {"identical": sum(found), "batch_size": len(found)}
+        scenarios.append({k: v for k, v in scenario.items() if k != "prompts"} | counts)
     return {**document, "scenarios": scenarios}
 
 

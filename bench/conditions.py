@@ -41,15 +41,15 @@ def machine() -> dict[str, Any]:
 
 def describe(models: Models, names: dict[str, str]) -> dict[str, Any]:
     """Target, drafters and template; ``names`` are those that the user gave."""
-    target = facts_of([models.target])
-    result = {"model": names["model"]}
-    result |= {f"model_{key}": value for key, value in target.items()}
-    result["head"] = names["head"]
-    result["drafters"] = [
-        {"name": name, **facts_of(drafter.modules())} for name, drafter in models.drafters.items()
-    ]
+    drafters = models.drafters.items()
     has_template = models.tokenizer.has_chat_template
-    result["chat_template"] = "on" if has_template else "none in the tokenizer"
+    result = {
+        "model": names["model"],
+        **{f"model_{key}": value for key, value in facts_of([models.target]).items()},
+        "head": names["head"],
+        "drafters": [{"name": name} | facts_of(drafter.modules()) for name, drafter in drafters],
+        "chat_template": "on" if has_template else "none in the tokenizer",
+    }
     if models.compared is not None:
         result["compared_draft_model"] = names["compared"]
         result["compared_draft_bytes"] = weight_bytes(models.compared)

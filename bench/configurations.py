@@ -1,11 +1,13 @@
 """Configurations of the benchmark: plain decoding and the ways to draft that the flags name."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mlx_eagle.decoding.setup import AUTO
 from mlx_eagle.drafters.tree import parse_tree
+
+from .flags import Settings
 
 
 @dataclass(frozen=True)
@@ -29,37 +31,32 @@ PLAIN = Configuration("plain", "plain")
 
 
 def make_configurations(
-    sizes: Sequence[int | str],
-    trees: Sequence[str] = (),
-    compares: bool = False,
-    copied: Sequence[int | str] = (),
-    drafters: Sequence[str] = ("",),
-    exact: bool = False,
+    settings: Settings, drafters: Iterable[str] = ("",), compares: bool = False
 ) -> list[Configuration]:
     """List the configurations: chains, chains with copies, trees, mlx-lm's method at fixed k.
 
-    ``copied`` are the draft lengths with copies from the text, ``compares`` asks for mlx-lm's
-    method, ``exact`` for chains and trees that are computed row by row beside the others. Each of
-    several ``drafters`` has all configurations, with its name in front.
+    With ``settings.exact``, chains and trees that are computed row by row stand beside the
+    others. Each of several ``drafters`` has all configurations, with its name in front;
+    ``compares`` asks for mlx-lm's method.
     """
-    found = [chain_of(size) for size in sizes]
-    for size in copied:
+    found = [chain_of(size) for size in settings.sizes]
+    for size in settings.copied:
         chain = chain_of(size)
         found.append(replace(chain, label=f"{chain.label} + lookup", kind="copies"))
-    for tree in trees:
+    for tree in settings.trees:
         shape = tree if tree == AUTO else parse_tree(tree)
         found.append(Configuration(f"tree {tree}", "tree", None, {"tree": shape}))
-    for each in [each for each in found if exact and each.kind != "copies"]:
+    for each in [each for each in found if settings.exact and each.kind != "copies"]:
         options = {**each.options, "exact": True}
         found.append(replace(each, label=f"{each.label}, exact", kind="exact", options=options))
-    many = len(drafters) > 1
+    names = list(drafters)
     found = [
-        replace(each, drafter=name, label=f"{name}, {each.label}" if many else each.label)
-        for name in drafters
+        replace(each, drafter=name, label=f"{name}, {each.label}" if names[1:] else each.label)
+        for name in names
         for each in found
     ]
     if compares:
-        for k in [size for size in sizes if size != AUTO and size > 0] or [2]:
+        for k in [size for size in settings.sizes if size not in (AUTO, 0)] or [2]:
             options = {"num_draft_tokens": k}
             found.append(Configuration(f"mlx-lm draft k={k}", "mlx-lm-draft", k, options))
     return found

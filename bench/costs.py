@@ -12,7 +12,7 @@ from typing import Any
 from mlx_eagle.drafters.acceptance_stats import expected_tokens
 from mlx_eagle.drafters.tree import DraftShape
 
-from .part_timing import Samples
+from .part_timing import Timings
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,12 @@ class Costs:
     propose_build: Mapping[int, float]
 
     @classmethod
-    def of(cls, samples: Samples) -> "Costs":
+    def of(cls, timings: Timings) -> "Costs":
         """Costs from the medians of all samples."""
 
         def medians(part: str, name: str) -> dict[int, float]:
-            timings = samples.by_part[part].items()
-            return {size: median(getattr(t, name) for t in each) for size, each in timings}
+            samples = timings[part].items()
+            return {size: median(getattr(t, name) for t in each) for size, each in samples}
 
         runs = [medians(part, "run") for part in ("verify", "accept", "propose")]
         return cls(*runs, medians("verify", "build"), medians("propose", "build"))

@@ -35,9 +35,9 @@ class Figure:
 Figures = Sequence[Figure]
 
 
-def row_of(figures: Figures, measured: Any) -> dict[str, Any]:
-    """The values of all figures that are computed, by name and ready for JSON."""
-    return {figure.name: figure.of(measured) for figure in figures if figure.of is not None}
+def row_of(figures: Figures, measured: Any, **others: Any) -> dict[str, Any]:
+    """The values of all figures that are computed, and ``others``, ready for JSON."""
+    return {each.name: each.of(measured) for each in figures if each.of is not None} | others
 
 
 def table(figures: Figures, rows: Iterable[Mapping[str, Any]], heading: str = "") -> str:
@@ -68,6 +68,12 @@ def ratio(part: float | None, whole: float | None) -> float | None:
     return part / whole if part is not None and whole else None
 
 
+def median_of(values: Iterable[float | None]) -> float | None:
+    """Median of the values that are not None; None without any."""
+    present = [value for value in values if value is not None]
+    return median(present) if present else None
+
+
 def spread_of(values: Iterable[float | None]) -> dict[str, float] | None:
     """Median, quartiles and extremes of the values that are not None; None without any."""
     present = [value for value in values if value is not None]
@@ -83,8 +89,9 @@ def median_ratio(plain: Sequence[Any], runs: Sequence[Any]) -> float | None:
     Both runs of a pair meet the same moments of the machine; medians of each kind would compare
     different moments.
     """
-    pairs = [(p, r) for p, r in zip(plain, runs, strict=True) if p.tps and r.tps]
-    return median(run.tps / base.tps for base, run in pairs) if pairs else None
+    return median_of(
+        run.tps / base.tps for base, run in zip(plain, runs, strict=True) if base.tps and run.tps
+    )
 
 
 def number(value: float | None, digits: int = 2, unit: str = "") -> str:

@@ -75,6 +75,10 @@ class Settings:
     clients: tuple[int, ...] = ()
 
 
+def _path(text: str) -> Path:
+    return Path(text).expanduser()
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser of the flags; lists are given with commas."""
     parser = argparse.ArgumentParser(
@@ -85,8 +89,7 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", help="Folder or hub repo of the target. Default: the demo pair.")
     words = "As for mlx_eagle.generate; several with commas are shown side by side, and auto:all "
-    words += "is every known drafter of --model."
-    add("--draft-model", metavar="NAME,...", help=words)
+    add("--draft-model", metavar="NAME,...", help=f"{words}is every known drafter of --model.")
     add("--draft-window", type=int, metavar="N", help=DRAFT_WINDOW_HELP)
     add("--draft-vocab", metavar="N|FILE|full", help=DRAFT_VOCAB_HELP)
     add("--quantize-draft", type=quantized_bits, metavar="BITS", help=BITS_HELP)
@@ -117,15 +120,16 @@ def build_parser() -> argparse.ArgumentParser:
     words += "all at once, a few tokens each in turn, where other work disturbs (%(default)s)."
     add("--order", choices=ORDERS, default="abba", help=words)
     add("--seed", type=int, default=0, help="Seed for temperatures above 0.")
-    add("--out", default="bench-results", metavar="DIR", help="Where results go (%(default)s).")
+    words = "Where results go (%(default)s)."
+    add("--out", type=_path, default="bench-results", metavar="DIR", help=words)
     words = "Also draw the speed per prompt set into this PNG or SVG file."
-    add("--picture", metavar="FILE", help=words)
+    add("--picture", type=_path, metavar="FILE", help=words)
     words = "Also write the figures as a small JSON file, to be sent in."
-    add("--report", metavar="FILE", help=words)
+    add("--report", type=_path, metavar="FILE", help=words)
     words = "What a reader of --report should know, such as other work on the machine."
     add("--notes", default="", metavar="TEXT", help=words)
     words = "Only check such a file, and measure nothing."
-    add("--check-report", metavar="FILE", help=words)
+    add("--check-report", type=_path, metavar="FILE", help=words)
     add("--json", action="store_true", help="Print the results as JSON in the last line.")
     add("--baseline", choices=["mlx-lm"], default="mlx-lm", help="The plain decoding.")
     words = "Also run mlx-lm's own speculative decoding with this draft model."
@@ -151,11 +155,9 @@ def read_list(
     return tuple(values)
 
 
-def _number(text: str, low: int, kind: type = int, words: tuple[str, ...] = ()) -> Any:
-    if text in words:
-        return text
-    value = kind(text)
-    if not low <= value < inf:
+def _number(text: str, low: int, kind: type = int, words: Sequence[str] = ()) -> Any:
+    value = text if text in words else kind(text)
+    if text not in words and not low <= value < inf:
         raise ValueError
     return value
 
@@ -205,9 +207,8 @@ def read_settings(args: argparse.Namespace) -> Settings:
 def check_flags(args: argparse.Namespace, settings: Settings) -> None:
     """Raise ValueError for flags that do not go together."""
     names = draft_names(args)
-    for name in names:
-        base, copies = split_name(name)
-        if args.with_lookup is not None and (copies or base == LOOKUP):
+    for name in names if args.with_lookup is not None else ():
+        if name == LOOKUP or split_name(name)[1]:
             raise ValueError(
                 f"--with-lookup adds copies from the text, which --draft-model {name} makes "
                 "already: leave one of them out."
@@ -220,8 +221,12 @@ def check_flags(args: argparse.Namespace, settings: Settings) -> None:
         raise ValueError("--notes goes into the file of --report: give that as well.")
     if len(args.notes) > MOST_NOTES:
         raise ValueError(f"--notes has {len(args.notes)} characters: give {MOST_NOTES} at most.")
-    if not settings.clients:
-        return
+    if settings.clients:
+        check_served(args, settings)
+
+
+def check_served(args: argparse.Namespace, settings: Settings) -> None:
+    """Raise ValueError for flags that do not go with ``--serve``."""
     if len(draft_names(args)) > 1 or ALL in draft_names(args):
         raise ValueError(
             f"--serve measures one draft model, but --draft-model is {args.draft_model}: give one."

@@ -3,21 +3,23 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import product
+from functools import partial
+from itertools import chain, product
 from typing import Any
 
 from mlx_eagle.drafters.tree import Tree
 
 from . import conditions
-from .batch_runs import measure_batches
 from .configurations import PLAIN, Configuration, make_configurations
 from .costs import Costs
+from .figures import row_of
 from .flags import Settings
-from .part_timing import Bench, Samples
+from .parity import parities
+from .part_timing import Bench, Timings, time_parts
 from .questions import Question, by_set, prompt_tokens, typical_context
-from .runner import Models, run_once, run_prompt
-from .summary import run_rows, scenario_summary
-from .turns import Cell, num_steps
+from .runner import WARM_UP_TOKENS, Models, run_batch, run_once, run_prompt
+from .summary import BATCH, run_rows, scenario_summary
+from .turns import Cell, num_steps, repeat_turns
 
 LONGEST = 8  # rows of a verify pass that are always timed
 
@@ -37,17 +39,9 @@ class Measurement:
     @property
     def configurations(self) -> list[Configuration]:
         """Configurations for single prompts; of several drafters, only some can draw trees."""
-        settings = self.settings
         drafters = self.models.drafters
         compares = self.models.compared is not None
-        found = make_configurations(
-            settings.sizes,
-            settings.trees,
-            compares,
-            settings.copied,
-            tuple(drafters),
-            settings.exact,
-        )
+        found = make_configurations(self.settings, drafters, compares)
         if len(drafters) == 1:
             return found
         return [c for c in found if "tree" not in c.options or drafters[c.drafter].supports_trees]
@@ -55,7 +49,8 @@ class Measurement:
     @property
     def batched(self) -> list[Configuration]:
         """Configurations for batches, which draft only chains."""
-        return make_configurations(self.settings.sizes, drafters=tuple(self.models.drafters))
+        chains = Settings(sizes=self.settings.sizes)
+        return make_configurations(chains, self.models.drafters)
 
     def num_runs(self) -> int:
         """Number of measured generations, a batch being one, without warm-ups."""
@@ -74,48 +69,61 @@ class Measurement:
         scenarios = []
         rows = []
         for context, temp in product(self.settings.contexts, self.settings.temps):
-            cells, costs = self.run_scenario(context, temp, progress)
+            cells, drafters = self.run_scenario(context, temp, progress)
             name = {"context": context, "temp": temp}
-            summary = scenario_summary(
-                self.models, self.configurations, cells, costs, self.settings.max_tokens
-            )
-            scenarios.append(name | summary)
+            scenarios.append(name | scenario_summary(self.models, cells, *drafters))
             rows += run_rows(cells, name)
-        batches = measure_batches(
-            self.models, self.batched, self.questions, self.settings, progress
-        )
+        batches = self.run_batches(progress)
         models = conditions.describe(self.models, self.names)
         return {"conditions": models, "scenarios": scenarios, "batches": batches}, rows
 
     def run_scenario(
         self, context: int | None, temp: float, progress: Callable[[], None]
-    ) -> tuple[list[Cell], dict[str, Costs]]:
-        """Run all repeats at one context and temperature; parts are timed before every prompt."""
+    ) -> tuple[list[Cell], tuple[dict[str, Costs], int]]:
+        """Run all repeats at one context and temperature; parts are timed before every prompt.
+
+        Returns the cells, the costs of every drafter, and the tokens of context they are for.
+        """
         models = self.models
         settings = self.settings
         configurations = self.configurations
         prompts = [prompt_tokens(q, models.tokenizer, context) for q in self.questions]
         rows = [
-            [Cell(question=q, prompt=p, configuration=each) for each in configurations]
-            for q, p in zip(self.questions, prompts, strict=True)
+            [Cell(each, (question,), (prompt,)) for each in configurations]
+            for question, prompt in zip(self.questions, prompts, strict=True)
         ]
         typical = typical_context(prompts, settings.max_tokens)
         accepted, verified = timed_rows(configurations)
-        drafted = (1, len(accepted) - 1)
+        sizes = {"verify": verified, "accept": accepted, "propose": (1, len(accepted) - 1)}
         num_samples = math.ceil(settings.samples / (settings.repeats * len(rows)))
-        samples = {name: Samples() for name in models.drafters}
+        timings: dict[str, Timings] = {name: {} for name in models.drafters}
         options = {"max_tokens": settings.max_tokens, "temp": temp, "seed": settings.seed}
         for configuration in (PLAIN, *configurations):  # ``auto`` learns the costs of the pair
             run_once(models, configuration, prompts[0], settings.max_tokens)
         for row in rows * settings.repeats:
             for name, drafter in models.drafters.items():
                 # Its memory is free again before the runs, whose peak is measured.
-                bench = Bench(models.target, drafter, typical)
-                samples[name].measure(bench, verified, accepted, drafted, num_samples)
-                del bench
+                time_parts(
+                    Bench(models.target, drafter, typical), timings[name], sizes, num_samples
+                )
             run_prompt(models, row, settings.order, progress, **options)
-        costs = {name: Costs.of(timed) for name, timed in samples.items()}
-        return [cell for row in rows for cell in row], costs
+        costs = {name: Costs.of(found) for name, found in timings.items()}
+        return list(chain(*rows)), (costs, len(typical))
+
+    def run_batches(self, progress: Callable[[], None]) -> list[dict[str, Any]]:
+        """Run every batch size on every set: one result per configuration."""
+        models = self.models
+        most = self.settings.max_tokens
+        results = []
+        for size, group in product(self.settings.batches, by_set(self.questions).values()):
+            asked = group[:size]
+            prompts = [prompt_tokens(question, models.tokenizer) for question in asked]
+            cells = [Cell(configuration, asked, prompts, size) for configuration in self.batched]
+            warm_up = partial(run_batch, models, prompts, min(most, WARM_UP_TOKENS))
+            run = partial(run_batch, models, prompts, most)
+            repeat_turns(cells, self.settings, warm_up, run, progress)
+            results += [row_of(BATCH, c, parity=parities(models.target, c)) for c in cells]
+        return results
 
 
 def timed_rows(configurations: Sequence[Configuration]) -> tuple[list[int], list[int]]:

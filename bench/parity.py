@@ -7,6 +7,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generate_step
 
+from .turns import Cell
+
 
 def compare(
     model: nn.Module, prompt: list[int], plain: list[int], drafted: list[int]
@@ -17,6 +19,12 @@ def compare(
         return {"identical": True, "index": None, "margin": None}
     scores = next_logprobs(model, prompt + plain[:index])
     return {"identical": False, "index": index, "margin": margin(scores, index, plain, drafted)}
+
+
+def parities(model: nn.Module, cell: Cell) -> list[dict[str, Any]]:
+    """Compare the answers of a cell's first plain run with those of its first other run."""
+    texts = zip(cell.prompts, cell.plain[0].texts, cell.runs[0].texts, strict=True)
+    return [compare(model, prompt, one, other) for prompt, one, other in texts]
 
 
 def first_difference(left: list[int], right: list[int]) -> int | None:

@@ -5,7 +5,7 @@ has the medians and the figures that follow from them.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
 from typing import NamedTuple
@@ -28,6 +28,10 @@ class Timing(NamedTuple):
 
     build: float
     run: float
+
+
+Timings = dict[str, dict[int, list[Timing]]]
+"""Samples of every part by its size: rows of a pass, tokens of a draft."""
 
 
 class Bench:
@@ -85,15 +89,14 @@ class Bench:
 
     def propose(self, size: int) -> list[mx.array]:
         """Draft ``size`` tokens greedily."""
-        return [self.drafter.propose(size, _greedy).tokens]
+        return [self.drafter.propose(size, lambda logits, _: mx.argmax(logits, axis=-1)).tokens]
 
     def time(self, part: str, size: int) -> Timing:
         """Time one of ``PARTS`` once; the caches are left as they were."""
-        run = {"verify": self.verify, "accept": self.accept, "propose": self.propose}[part]
         with self.window(), mx.stream(generation_stream):
             mx.synchronize(generation_stream)
             start = time.perf_counter()
-            arrays = run(size)
+            arrays = getattr(self, part)(size)
             built = time.perf_counter()
             mx.eval(arrays)
             done = time.perf_counter()
@@ -110,35 +113,20 @@ def _present(features: mx.array | None) -> list[mx.array]:
     return [] if features is None else [features]
 
 
-def _greedy(logits: mx.array, ids: mx.array | None) -> mx.array:
-    return mx.argmax(logits, axis=-1)
+def time_parts(
+    bench: Bench, timings: Timings, sizes: Mapping[str, Sequence[int]], samples: int
+) -> None:
+    """Add ``samples`` of every part at all its ``sizes``: rows of a pass, tokens of a draft.
 
-
-class Samples:
-    """Timings of every part by its size: rows of a pass, tokens of a draft."""
-
-    def __init__(self) -> None:
-        self.by_part: dict[str, dict[int, list[Timing]]] = {part: {} for part in PARTS}
-
-    def measure(
-        self,
-        bench: Bench,
-        verified: Sequence[int],
-        accepted: Sequence[int],
-        drafted: Sequence[int],
-        samples: int,
-    ) -> None:
-        """Add ``samples`` of verify and accept passes of these rows, and of drafts of these sizes.
-
-        Sizes take turns, so that drift hits all alike. Each runs once unmeasured before its first
-        sample, and later only the first size of a part.
-        """
-        for part, sizes in zip(PARTS, (verified, accepted, drafted), strict=True):
-            if part == "propose":
-                bench.restart()
-            timings = self.by_part[part]
-            for size in sizes[:1] if timings else sizes:
-                bench.time(part, size)
-            for _ in range(samples):
-                for size in sizes:
-                    timings.setdefault(size, []).append(bench.time(part, size))
+    Sizes take turns, so that drift hits all alike. Each runs once unmeasured before its first
+    sample, and later only the first size of a part.
+    """
+    for part in PARTS:
+        if part == "propose":
+            bench.restart()
+        found = timings.setdefault(part, {})
+        for size in sizes[part][:1] if found else sizes[part]:
+            bench.time(part, size)
+        for _ in range(samples):
+            for size in sizes[part]:
+                found.setdefault(size, []).append(bench.time(part, size))

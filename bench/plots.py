@@ -15,8 +15,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from .report import suffixed, views
-from .summary import chains
+from .summary import chains, suffixed, views
 
 STYLE = Path(__file__).parent / "plots.mplstyle"
 GREY = "#8a8a8a"  # plain decoding; C0 to C5 are the colours of the style
@@ -44,9 +43,9 @@ def draw_all(document: Mapping[str, Any], folder: Path) -> dict[str, Path]:
     """
     todo = []
     for suffix, scenario in suffixed(document["scenarios"]):
-        todo += [(name + suffix, draw, scenario) for name, draw in SCENARIO_PLOTS.items()]
+        todo += [(plot.__name__ + suffix, plot, scenario) for plot in SCENARIO_PLOTS]
         for drafter, view in views(scenario):
-            todo += [(name + drafter + suffix, draw, view) for name, draw in COST_PLOTS.items()]
+            todo += [(plot.__name__ + drafter + suffix, plot, view) for plot in COST_PLOTS]
     if "serving" in document:
         todo.append(("serving", serving, document["serving"]))
     files = {}
@@ -67,6 +66,11 @@ def legend_below(axes: Axes, columns: int = 1) -> None:
     axes.legend(ncols=columns, loc="upper center", bbox_to_anchor=(0.5, below))
 
 
+def leave_room(axes: Axes, factor: float) -> None:
+    """Begin the y axis at 0, and make it longer by a factor."""
+    axes.set_ylim(0, factor * axes.get_ylim()[1])
+
+
 def bars(
     axes: Axes, names: Sequence[str], series: Sequence[tuple[str, str, Sequence[float]]]
 ) -> list[Any]:
@@ -74,14 +78,19 @@ def bars(
     width = 0.8 / len(series)
     drawn = []
     for index, (label, colour, values) in enumerate(series):
-        left = (index - (len(series) - 1) / 2) * width
-        xs = [place + left for place in range(len(names))]
+        xs = np.arange(len(names)) + (index - (len(series) - 1) / 2) * width
         drawn.append(axes.bar(xs, values, 0.92 * width, color=colour, label=label))
     axes.set_ylabel("tokens per second")
     axes.set_xticks(range(len(names)), names)
     axes.grid(axis="x", visible=False)
     legend_below(axes, min(4, len(series)))
     return drawn
+
+
+def write_above(axes: Axes, words: str, x: float, y: float, colour: str) -> None:
+    """Write a few words above a point."""
+    place = {"textcoords": "offset points", "xytext": (0, 9), "ha": "center"}
+    axes.annotate(words, (x, y), fontsize=9, color=colour, **place)
 
 
 # --- costs of one drafter -----------------------------------------------------------------------
@@ -93,20 +102,17 @@ def speedup(view: Mapping[str, Any]) -> Figure | None:
     if not found:
         return None
     figure, (left, right) = plt.subplots(1, 2, figsize=WIDE)
-    curve = view["curve"]
-    ks = [point["k"] for point in curve]
+    ks = [point["k"] for point in view["curve"]]
     for axes, key, look, label in (
         (left, "speedup", "C5--", "predicted: tau / (c(k+1) + k d + overhead)"),
         (left, "bound", "C2:", "bound: tau / (c(k+1) + k d)"),
         (right, "mean_acceptance_length", "C5--", "from the longest chain's acceptance"),
     ):
-        axes.plot(ks, [point[key] for point in curve], look, label=label)
+        axes.plot(ks, [point[key] for point in view["curve"]], look, label=label)
     overall = [c["overall"] for c in found]
     sizes = [c["num_draft_tokens"] for c in found]
     speeds = np.array([f["speedup"] for f in overall])
-    low, high = (
-        np.array([f["speedup_by_prompt"][name] for f in overall]) for name in ("q1", "q3")
-    )
+    low, high = np.array([[f["speedup_by_prompt"][q] for f in overall] for q in ("q1", "q3")])
     errors = np.maximum(0.0, [speeds - low, high - speeds])
     words = "measured (bars: middle half of the prompts)"
     left.errorbar(sizes, speeds, errors, fmt="C0o", capsize=5, zorder=3, label=words)
@@ -125,36 +131,29 @@ def speedup(view: Mapping[str, Any]) -> Figure | None:
     right.set(ylabel="tau", title="Mean acceptance length (tau)")
     for axes in (left, right):
         axes.set(xlabel="draft length k", xticks=sorted({*sizes, *ks}))
-        axes.set_ylim(0, 1.06 * axes.get_ylim()[1])
+        leave_room(axes, 1.06)
         legend_below(axes)
     return figure
 
 
 def verify_cost(view: Mapping[str, Any]) -> Figure:
     """c(R) between its two extremes, flat and linear."""
-    cost = {int(rows): value for rows, value in view["costs"]["verify_cost"].items()}
-    rows = sorted(cost)
+    rows, costs = zip(*view["costs"]["verify_cost"].items(), strict=True)
     figure, axes = plt.subplots(figsize=SINGLE)
     axes.plot(rows, rows, ":", color=GREY, label="linear: every row costs a pass of its own")
     axes.axhline(1.0, color=GREY, ls="--", label="flat: rows are free")
-    axes.plot(rows, [cost[r] for r in rows], "C0o-", label="measured")
-    for r in rows:
-        write_above(axes, f"{cost[r]:.2f}", r, cost[r], "C0")
+    axes.plot(rows, costs, "C0o-", label="measured")
+    for row, cost in zip(rows, costs, strict=True):
+        write_above(axes, f"{cost:.2f}", row, cost, "C0")
     axes.set(
         xlabel="rows R of one verify pass (k + 1)",
         ylabel="c(R) = T(R) / T(1)",
         title="What verifying R tokens costs",
         xticks=rows,
-        ylim=(0, max(1.6, 1.25 * max(cost.values()))),
+        ylim=(0, max(1.6, 1.25 * max(costs))),
     )
     legend_below(axes)
     return figure
-
-
-def write_above(axes: Axes, words: str, x: float, y: float, colour: str) -> None:
-    """Write a few words above a point."""
-    place = {"textcoords": "offset points", "xytext": (0, 9), "ha": "center"}
-    axes.annotate(words, (x, y), fontsize=9, color=colour, **place)
 
 
 def acceptance(view: Mapping[str, Any]) -> Figure | None:
@@ -207,12 +206,7 @@ def round_time(view: Mapping[str, Any]) -> Figure | None:
     return figure
 
 
-COST_PLOTS = {
-    "speedup": speedup,
-    "verify_cost": verify_cost,
-    "acceptance": acceptance,
-    "round_time": round_time,
-}
+COST_PLOTS = (speedup, verify_cost, acceptance, round_time)
 
 # --- a scenario ---------------------------------------------------------------------------------
 
@@ -249,7 +243,7 @@ def tokens_per_second(scenario: Mapping[str, Any]) -> Figure | None:
     plain = [mean(c["sets"][name]["plain_tps"] for c in configurations) for name in names]
     series = [("plain (mlx-lm)", GREY, plain)]
     for i, c in enumerate(configurations):
-        series.append((c["label"], f"C{i}", [c["sets"][name]["tps"] for name in names]))
+        series.append((c["label"], f"C{i}", [own["tps"] for own in c["sets"].values()]))
     figure, axes = plt.subplots(figsize=(max(6.6, 1.1 * len(names) * len(series)), 4.4))
     for drawn in bars(axes, names, series):
         axes.bar_label(drawn, fmt="{:.3g}", padding=3, fontsize=8)
@@ -257,7 +251,7 @@ def tokens_per_second(scenario: Mapping[str, Any]) -> Figure | None:
     return figure
 
 
-SCENARIO_PLOTS = {"side_by_side": side_by_side, "tokens_per_second": tokens_per_second}
+SCENARIO_PLOTS = (side_by_side, tokens_per_second)
 
 
 def timed(scenario: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -287,23 +281,23 @@ def draw_picture(document: Mapping[str, Any], path: Path) -> None:
     configurations = shown(timed(document["scenarios"][0]))
     if not configurations:
         raise ValueError(f"--picture {path} was not drawn: the outputs are too short to be timed.")
-    names = list(configurations[0]["sets"])
-    plain = [configurations[0]["sets"][name]["plain_tps"] for name in names]
+    sets = configurations[0]["sets"]
+    plain = [own["plain_tps"] for own in sets.values()]
     series = [("plain decoding (mlx-lm)", PICTURE_GREY, plain)]
     labels = [[f"{tps:.1f}" for tps in plain]]
     for c, colour in zip(configurations, (PICTURE_BLUE, PICTURE_ORANGE), strict=False):
-        own = [c["sets"][name] for name in names]
+        own = c["sets"].values()
         series.append((f"with drafts ({c['label']})", colour, [f["tps"] for f in own]))
         labels.append([f"{f['tps']:.1f}\n{f['speedup']:.2f}x" for f in own])
     conditions = document["conditions"]
     device = conditions["blas"] if conditions["device"] == "cpu" else "GPU"
     with plt.style.context([STYLE, PICTURE_STYLE]):
         figure, axes = plt.subplots(figsize=(8.4, 4.2))
-        drawn = bars(axes, [name.replace("_", " ") for name in names], series)
+        drawn = bars(axes, [name.replace("_", " ") for name in sets], series)
         for each, (_, colour, _), words in zip(drawn, series, labels, strict=True):
             axes.bar_label(each, words, padding=4, fontsize=12, color=colour)
         axes.set_title(conditions["model"])
-        axes.set_ylim(0, 1.22 * axes.get_ylim()[1])
+        leave_room(axes, 1.22)
         axes.grid(visible=False)
         figure.text(0.5, -0.1, f"{conditions['chip']}, {device}", ha="center", fontsize=10)
         figure.savefig(path, transparent=True)
@@ -338,10 +332,10 @@ def serving(rows: Sequence[Mapping[str, Any]]) -> Figure:
             right.errorbar(at, medians, up, fmt="o-", color=colour, capsize=4, label=words)
     left.set(ylabel="tokens per second, all clients", title="Speed")
     right.set(ylabel="milliseconds per token", title="Time per token, median and worst")
-    numbers = list(dict.fromkeys(row["clients"] for row in rows))
+    numbers = list(dict.fromkeys(str(row["clients"]) for row in rows))
     for axes in (left, right):
         axes.set_xlabel("clients at once")
-        axes.set_xticks(range(len(numbers)), map(str, numbers))
-        axes.set_ylim(0, 1.1 * axes.get_ylim()[1])
+        axes.set_xticks(range(len(numbers)), numbers)
+        leave_room(axes, 1.1)
         legend_below(axes)
     return figure

@@ -59,26 +59,21 @@ def load_set(name: str) -> list[Question]:
     rows = [(i, line) for i, line in enumerate(lines, 1) if line.strip()]
     if not rows:
         raise ValueError(f"--prompts {name} holds no questions: give one JSON object per line.")
-    set_name = name if name in SETS else path.stem
-    return [_question(set_name, name, i, line) for i, line in rows]
-
-
-def _question(set_name: str, name: str, number: int, line: str) -> Question:
-    """Read the question of one line; ``number`` counts lines from 1."""
-    try:
-        row = json.loads(line)
-    except ValueError as err:
-        raise ValueError(f"--prompts {name}, line {number} is not JSON ({err}).") from err
-    text = None
-    if isinstance(row, dict):
-        turns = row.get("turns", [row.get("prompt")])
+    questions = []
+    for number, line in rows:
+        try:
+            row = json.loads(line)
+        except ValueError as err:
+            raise ValueError(f"--prompts {name}, line {number} is not JSON ({err}).") from err
+        turns = row.get("turns", [row.get("prompt")]) if isinstance(row, dict) else None
         text = turns[0] if isinstance(turns, list) and turns else None
-    if not isinstance(text, str) or not text:
-        raise ValueError(
-            f'--prompts {name}, line {number} has no question: give {{"turns": ["..."]}} or '
-            '{"prompt": "..."}.'
-        )
-    return Question(set_name, str(row.get("question_id", number)), text)
+        if not isinstance(text, str) or not text:
+            raise ValueError(
+                f'--prompts {name}, line {number} has no question: give {{"turns": ["..."]}} or '
+                '{"prompt": "..."}.'
+            )
+        questions.append(Question(path.stem, str(row.get("question_id", number)), text))
+    return questions
 
 
 def spread(items: list[Any], limit: int) -> list[Any]:

@@ -1,32 +1,33 @@
 """The report on a document of results: sentences, tables and plots in Markdown."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from mlx_eagle.system.device import load_note, megabytes
 
-from .batch_runs import BATCH
-from .figures import (
-    Figure,
-    joined,
-    markdown_table,
-    milliseconds,
-    number,
-    number3,
-    table,
-    times,
-)
+from .figures import Figure, joined, markdown_table, milliseconds, number, number3, table, times
 from .parity import count_identical, largest_margin
 from .serving import LOADS, WAITS, texts_identical
-from .summary import ACCEPTANCE, COUNTS, PLACE, PROMPT, SIDE_BY_SIDE, SPEED, START
+from .summary import (
+    ACCEPTANCE,
+    BATCH,
+    COUNTS,
+    PLACE,
+    PROMPT,
+    SIDE_BY_SIDE,
+    SPEED,
+    START,
+    prompts_of,
+    suffixed,
+    views,
+)
 
 Scenario = Mapping[str, Any]
-
 PLOTS = "plots"  # folder of the images, beside the report
 
 METHOD = Path(__file__).parent / "method.md"
-
 CAPTIONS = {
     "side_by_side": "Every draft model in its fastest configuration: speed, acceptance, memory",
     "speedup": "Speedup and mean acceptance length (tau) against the draft length k",
@@ -88,11 +89,8 @@ COST = (
 
 def part(name: str, heading: str) -> Figure:
     """A part of the median round: milliseconds, and its share."""
-
-    def show(split: Mapping[str, float]) -> str:
-        return f"{milliseconds(split[name])} ({split[name] / split['round']:.0%})"
-
-    return Figure("", heading, show)
+    words = "{} ({:.0%})"
+    return Figure("", heading, lambda r: words.format(milliseconds(r[name]), r[name] / r["round"]))
 
 
 SPLIT = (
@@ -105,26 +103,21 @@ SPLIT = (
 )
 
 
-def predicted(name: str, heading: str, show: Callable[[Any], str] = times) -> Figure:
-    """A figure of ``Costs.predict``."""
-    return Figure("prediction", heading, lambda found: show(found[name]))
-
-
 PREDICTION = (
     *PLACE,
-    predicted("mean_acceptance_length", "tau", number),
-    predicted("predicted", "predicted"),
-    predicted("measured", "measured"),
-    predicted("error", "predicted/measured - 1", lambda e: "-" if e is None else f"{e:+.1%}"),
-    predicted("bound", "bound"),
-    predicted("fraction_of_bound", "fraction of bound reached", number),
+    Figure("mean_acceptance_length", "tau", number),
+    Figure("predicted", "predicted", times),
+    Figure("measured", "measured", times),
+    Figure("error", "predicted/measured - 1", lambda e: "-" if e is None else f"{e:+.1%}"),
+    Figure("bound", "bound", times),
+    Figure("fraction_of_bound", "fraction of bound reached", number),
 )
 
 
 def figures(scenario: Scenario) -> list[Mapping[str, Any]]:
     """Figures of every set and configuration, then overall if there are several sets."""
     configurations = scenario["configurations"]
-    names = list(configurations[0]["sets"]) if configurations else []
+    names = list(configurations[0]["sets"])
     found = [(name, c, c["sets"][name]) for name in names for c in configurations]
     if len(names) > 1:
         found += [("overall", c, c["overall"]) for c in configurations]
@@ -134,34 +127,17 @@ def figures(scenario: Scenario) -> list[Mapping[str, Any]]:
 def with_prompts(scenario: Scenario) -> Iterator[dict[str, Any]]:
     """Every configuration with the figures and the parity of its own prompts."""
     for configuration in scenario["configurations"]:
-        label = configuration["label"]
-        own = [row for row in scenario["prompts"] if row["configuration"] == label]
+        own = prompts_of(scenario, configuration)
         lists = {name: [row[name] for row in own] for name in ("parity", "repeatable", "stats")}
         yield {**configuration, **lists}
-
-
-def suffixed(parts: Sequence[Any], word: str = "") -> list[tuple[str, Any]]:
-    """Each of several parts with a suffix for the files of its plots: "-1", "-2" and so on."""
-    many = len(parts) > 1
-    return [(f"-{word}{i}" if many else "", part) for i, part in enumerate(parts, 1)]
-
-
-def views(scenario: Scenario) -> list[tuple[str, Scenario]]:
-    """The scenario as each drafter has it, with a suffix for the files of its plots."""
-    found = []
-    for suffix, drafter in suffixed(scenario["drafters"], "drafter"):
-        own = [c for c in scenario["configurations"] if c["drafter"] == drafter["name"]]
-        found.append((suffix, {**scenario, **drafter, "configurations": own}))
-    return found
 
 
 def cost_rows(costs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Costs by rows R; host and overhead are those of a round with k = R - 1 drafts."""
     for rows in costs["verify_seconds"]:
-        row = {name: costs[name].get(rows - 1) for name in ("host_seconds", "overhead")}
-        for name in ("verify_seconds", "verify_cost", "verify_build_seconds", "accept_seconds"):
-            row[name] = costs[name].get(rows)
-        yield row | {"rows": rows}
+        at = {"host_seconds": rows - 1, "overhead": rows - 1}
+        names = [figure.name for figure in COST[1:]]
+        yield {"rows": rows} | {name: costs[name].get(at.get(name, rows)) for name in names}
 
 
 def condition_rows(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -192,32 +168,18 @@ def results(document: Mapping[str, Any]) -> str:
     """The part that is printed: a sentence per configuration, speed, acceptance, parity."""
     blocks = [TITLE, load_note(document["conditions"]["load_average"])]
     for scenario in document["scenarios"]:
-        rows = figures(scenario)
         blocks += [f"## Results: {scenario_name(scenario)}", *headlines(scenario)]
-        blocks.append(table(SIDE_BY_SIDE, scenario["side_by_side"], "### Side by side"))
-        blocks.append(which_to_take(scenario))
-        blocks += [table(SPEED, rows), table(ACCEPTANCE, rows)]
+        blocks += which_to_take(scenario)
+        blocks += [table(described, figures(scenario)) for described in (SPEED, ACCEPTANCE)]
         blocks.append(table(PARITY, with_prompts(scenario)))
     return joined([*blocks, *other_blocks(document)])
-
-
-def which_to_take(scenario: Scenario) -> str:
-    """A sentence about the fastest of several draft models; nothing where there is one."""
-    rows = scenario["side_by_side"]
-    if not rows:
-        return ""
-    best = rows[0]
-    if best["speedup"] <= 1:
-        return f"Take none: the fastest, {best['drafter']}, is at {best['speedup']:.2f}x of plain."
-    return f"Take {best['drafter']}, {best['configuration']}: {best['speedup']:.2f}x of plain."
 
 
 def full_report(document: Mapping[str, Any], images: Mapping[str, Path]) -> str:
     """The whole report, results first; ``images`` are the plots that were drawn, by name."""
     scenarios = document["scenarios"]
     blocks = [TITLE, load_note(document["conditions"]["load_average"])]
-    for scenario in scenarios:
-        blocks += headlines(scenario)
+    blocks += chain(*map(headlines, scenarios))
     for suffix, scenario in suffixed(scenarios):
         blocks.append(f"## Results: {scenario_name(scenario)}")
         blocks += scenario_blocks(scenario, images, suffix)
@@ -232,6 +194,19 @@ def full_report(document: Mapping[str, Any], images: Mapping[str, Path]) -> str:
             folded("Machine, versions, models and settings", conditions),
         ]
     )
+
+
+def which_to_take(scenario: Scenario) -> list[str]:
+    """A table of several draft models and a sentence about the fastest; nothing for one."""
+    rows = scenario["side_by_side"]
+    if not rows:
+        return []
+    best = rows[0]
+    speedup = f"{best['speedup']:.2f}x of plain."
+    sentence = f"Take {best['drafter']}, {best['configuration']}: {speedup}"
+    if best["speedup"] <= 1:
+        sentence = f"Take none: the fastest, {best['drafter']}, is at {speedup}"
+    return [table(SIDE_BY_SIDE, rows, "### Side by side"), sentence]
 
 
 def image(images: Mapping[str, Path], name: str, suffix: str = "") -> str:
@@ -256,14 +231,13 @@ def headlines(scenario: Scenario) -> Iterator[str]:
         if overall["speedup"] is None:
             yield f"{label}: the outputs are too short to be timed."
             continue
-        sets = ", ".join(
-            f"{name} {times(f['speedup'])}" for name, f in configuration["sets"].items()
-        )
+        speedups = {name: own["speedup"] for name, own in configuration["sets"].items()}
+        sets = ", ".join(f"{name} {times(speedup)}" for name, speedup in speedups.items())
         yield (
             f"{label} ({scenario_name(scenario)}): {times(overall['speedup'])} over plain "
-            f"decoding ({sets}), mean acceptance length (tau) "
-            f"{overall['mean_acceptance_length']:.2f}; the worst prompt "
-            f"{times(overall['speedup_by_prompt']['min'])}; "
+            f"decoding ({sets}), "
+            f"mean acceptance length (tau) {number(overall['mean_acceptance_length'])}; the worst "
+            f"prompt {times(overall['speedup_by_prompt']['min'])}; "
             f"{count_identical(configuration['parity'])} outputs identical to plain decoding's."
         )
 
@@ -271,8 +245,7 @@ def headlines(scenario: Scenario) -> Iterator[str]:
 def scenario_blocks(scenario: Scenario, images: Mapping[str, Path], suffix: str) -> Iterator[str]:
     """Tables and plots of one scenario, whose plots have this ``suffix`` in their names."""
     rows = figures(scenario)
-    yield table(SIDE_BY_SIDE, scenario["side_by_side"], "### Side by side")
-    yield which_to_take(scenario)
+    yield from which_to_take(scenario)
     yield image(images, "side_by_side", suffix)
     words = "{min:.0f} to {max:.0f} (median {median:.0f}) tokens"
     prompts = words.format(**scenario["prompt_tokens"])
@@ -298,8 +271,8 @@ def cost_blocks(
     yield "### Cost of a round" + (f", {view['name']}" if drafter else "")
     sentence = (
         f"Timed between the runs, on {costs['context']} tokens of context: one plain step "
-        f"takes {1e3 * costs['plain_step_seconds']:.1f} ms, one draft step "
-        f"{1e3 * costs['chain_step_seconds']:.1f} ms (d = {costs['d']:.3f})."
+        f"takes {milliseconds(costs['plain_step_seconds'])} ms, one draft step "
+        f"{milliseconds(costs['chain_step_seconds'])} ms (d = {number3(costs['d'])})."
     )
     if view["plain_step_measured"] is not None:
         measured = milliseconds(view["plain_step_measured"])
@@ -310,7 +283,7 @@ def cost_blocks(
     timed = [c for c in view["configurations"] if "time_split" in c["overall"]]
     yield table(SPLIT, [{"label": c["label"], **c["overall"]["time_split"]} for c in timed])
     yield image(images, "round_time", last)
-    predicted = [row for row in figures(view) if "prediction" in row]
+    predicted = [{**row, **row["prediction"]} for row in figures(view) if "prediction" in row]
     yield table(PREDICTION, predicted, "### Predicted and measured")
     yield image(images, "speedup", last)
     yield image(images, "acceptance", last)

@@ -14,15 +14,15 @@ from mlx_eagle.system.device import memory, this_machine
 from mlx_eagle.system.fields import is_number, is_whole, shown
 from mlx_eagle.system.json_file import read_object
 
+from .summary import prompts_of, way_of
+
 SCHEMA = Path(__file__).with_name("report_file.schema.json")
 BENCH = "mlx_eagle.bench"
 SELF_TEST = "mlx_eagle.doctor --self-test"
-VERSIONS = ("mlx-eagle", "mlx", "mlx-lm", "python")
-MACHINE = ("chip", "cores", "load_average", "blas")
 GB = 1e9
 TYPES = {
-    "object": lambda v: isinstance(v, Mapping),
-    "array": lambda v: isinstance(v, list | tuple),
+    "object": lambda v: isinstance(v, dict),
+    "array": lambda v: isinstance(v, list),
     "string": lambda v: isinstance(v, str),
     "integer": is_whole,
     "number": is_number,
@@ -31,6 +31,7 @@ TYPES = {
 }
 BOUNDS = {
     "minimum": (lambda v, low: v >= low, "at least"),
+    "maximum": (lambda v, high: v <= high, "at most"),
     "exclusiveMinimum": (lambda v, low: v > low, "more than"),
     "minLength": (lambda v, low: len(v) >= low, "a length of at least"),
     "maxLength": (lambda v, high: len(v) <= high, "a length of at most"),
@@ -47,8 +48,6 @@ def report_of(document: Mapping[str, Any], notes: str = "", by: str = BENCH) -> 
     """
     conditions = document["conditions"]
     machine = this_machine()
-    facts = {key: conditions[key] for key in MACHINE} | {"os": system()}
-    total, _ = memory(machine)
     scenarios = document["scenarios"]
     precisions = {each["name"]: each["precision"] for each in conditions["drafters"]}
     report = {
@@ -56,8 +55,13 @@ def report_of(document: Mapping[str, Any], notes: str = "", by: str = BENCH) -> 
         "date": conditions["date"].split()[0],
         "by": by,
         "notes": notes,
-        "machine": {**facts, "backend": machine.backend, "memory_gb": round(total / GB, 1)},
-        "versions": {name: conditions[name] for name in VERSIONS},
+        "machine": {
+            **{key: conditions[key] for key in ("chip", "cores", "load_average", "blas")},
+            "os": system(),
+            "backend": machine.backend,
+            "memory_gb": round(memory(machine)[0] / GB, 1),
+        },
+        "versions": {key: conditions[key] for key in ("mlx-eagle", "mlx", "mlx-lm", "python")},
         "target": {
             "name": public_name(conditions["model"]),
             "precision": conditions["model_precision"],
@@ -83,13 +87,13 @@ def report_of(document: Mapping[str, Any], notes: str = "", by: str = BENCH) -> 
 def runs_of(scenario: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """An entry for each way to draft of a scenario that was timed, and drafted."""
     for way in scenario["configurations"]:
-        own = [row for row in scenario["prompts"] if row["configuration"] == way["label"]]
+        own = prompts_of(scenario, way)
         overall = way["overall"]
         if not way["drafter"] or not overall["tps"] or not overall["plain_tps"]:
             continue
         yield {
             "drafter": public_name(way["drafter"]),
-            "drafts": way["label"].removeprefix(f"{way['drafter']}, "),
+            "drafts": way_of(way["label"], way["drafter"]),
             "temperature": scenario["temp"],
             "context": scenario["context"],
             "prompts": ", ".join(map(public_name, way["sets"])),
@@ -133,19 +137,14 @@ def read_report(path: Path) -> dict[str, Any]:
 
 def check_report(report: Mapping[str, Any], where: str | Path) -> None:
     """Raise ValueError for the first value that the schema does not allow."""
-    check_value(report, json.loads(SCHEMA.read_text()), where, "it")
-    names = {drafter["name"] for drafter in report["drafters"]}
+    schema = json.loads(SCHEMA.read_text())
+    check_value(report, schema, where, "it")
+    # What figures of one file say about others of it, no schema can.
+    bounds = schema["properties"]["runs"]["items"]["properties"]
+    bounds["drafter"]["enum"] = [drafter["name"] for drafter in report["drafters"]]
     for i, run in enumerate(report["runs"]):
-        if run["identical"] > run["texts"]:
-            raise ValueError(
-                f"{where}: runs[{i}].identical is {run['identical']}, expected at most the "
-                f"{run['texts']} texts of the run"
-            )
-        if run["drafter"] not in names:
-            raise ValueError(
-                f"{where}: runs[{i}].drafter is {shown(run['drafter'])}, expected one of the "
-                f"report's drafters, {', '.join(sorted(names))}"
-            )
+        bounds["identical"]["maximum"] = run["texts"]
+        check_value(run, schema["properties"]["runs"]["items"], where, f"runs[{i}]")
 
 
 def check_value(value: Any, schema: Mapping[str, Any], where: str | Path, name: str) -> None:
@@ -163,17 +162,17 @@ def check_value(value: Any, schema: Mapping[str, Any], where: str | Path, name: 
     for keyword, (holds, words) in BOUNDS.items():
         if keyword in schema and value is not None and not holds(value, schema[keyword]):
             refuse(f"{words} {schema[keyword]}")
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         inside = "" if name == "it" else f"{name}."
         known = schema.get("properties", {})
         others = schema.get("additionalProperties", {})
-        for key in schema.get("required", ()):
-            if key not in value:
-                raise ValueError(f"{where}: {inside}{key} is missing")
+        missing = [key for key in schema.get("required", ()) if key not in value]
+        if missing:
+            raise ValueError(f"{where}: {inside}{missing[0]} is missing")
         for key, entry in value.items():
             if key not in known and others is False:
                 raise ValueError(f"{where}: {inside}{key} is not a field of such a report")
             check_value(entry, known.get(key, others), where, f"{inside}{key}")
-    if isinstance(value, list | tuple):
+    if isinstance(value, list):
         for i, entry in enumerate(value):
             check_value(entry, schema.get("items", {}), where, f"{name}[{i}]")

@@ -1,9 +1,9 @@
-"""Runner: generations of configurations, one by one or woven together, and their clocks."""
+"""Runner: generations of configurations, one by one, woven together or in batches; clocks."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from random import Random
 from typing import Any
@@ -15,12 +15,13 @@ from mlx_lm.generate import GenerationResponse, generation_stream, wired_limit
 from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from mlx_eagle.batch.generate import batch_generate
 from mlx_eagle.decoding.sampling import Sampling
 from mlx_eagle.decoding.stats import Stats
 from mlx_eagle.drafters.base import Drafter
 from mlx_eagle.generate import stream_generate
 
-from .configurations import Configuration
+from .configurations import PLAIN, Configuration
 from .turns import Cell, take_turns
 
 WARM_UP_TOKENS = 16  # of batches and servers' loads, before anything is measured
@@ -54,6 +55,10 @@ class Run:
     ttft: float
     peak_bytes: int
     stats: Stats | None = None
+
+    @property
+    def texts(self) -> list[list[int]]:
+        return [self.tokens]
 
     @property
     def tps(self) -> float | None:
@@ -208,14 +213,10 @@ def run_woven(
 
 
 def run_prompt(
-    models: Models,
-    cells: Sequence[Cell],
-    order: str,
-    progress: Callable[[], None],
-    **options: Any,
+    models: Models, cells: Sequence[Cell], order: str, progress: Callable[[], None], **options: Any
 ) -> None:
     """Run one repeat of one prompt, in its cells; ``options`` are those of ``responses``."""
-    prompt = cells[0].prompt
+    (prompt,) = cells[0].prompts
 
     def run_all(configurations: list[Configuration]) -> Iterable[Run]:
         if order == "weave":
@@ -261,3 +262,63 @@ def stats_of_flags(drafted: Sequence[bool], size: int) -> Stats:
             stats.record(size, size, num_kept, num_emitted, (stats.num_rounds + 1) * size)
             num_kept = 0
     return stats
+
+
+# --- batches: several prompts in one greedy call -------------------------------------------------
+
+
+@dataclass(frozen=True)
+class BatchRun:
+    """One call: the tokens of every output without stop tokens; times in seconds.
+
+    ``prefill`` is a part of ``seconds``, in which the first ``num_first`` tokens come too.
+    ``events`` say what became of drafting.
+    """
+
+    texts: list[list[int]]
+    seconds: float
+    prefill: float
+    num_first: int
+    stats: Stats = field(default_factory=Stats)
+    events: Sequence[str] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.texts))
+
+    @property
+    def tps(self) -> float:
+        """Tokens per second of all outputs over the whole call."""
+        return self.num_tokens / self.seconds
+
+    @property
+    def tps_after_prefill(self) -> float:
+        """Tokens per second of all outputs after prefill."""
+        return (self.num_tokens - self.num_first) / (self.seconds - self.prefill)
+
+
+def run_batch(
+    models: Models, prompts: list[list[int]], max_tokens: int, configuration: Configuration
+) -> BatchRun:
+    """Call mlx-lm's ``batch_generate``, or ours with the drafter."""
+    options = {"max_tokens": max_tokens, "return_token_ids": True, **configuration.options}
+    generate = mlx_lm.batch_generate
+    if configuration is not PLAIN:
+        options["draft_model"] = models.drafters[configuration.drafter]
+        options["max_speculative_batch"] = len(prompts)
+        generate = batch_generate
+    mx.synchronize(generation_stream)
+    start = time.perf_counter()
+    response = generate(models.target, models.tokenizer, prompts, **options)
+    seconds = time.perf_counter() - start
+    texts = response.token_ids
+    if configuration is PLAIN:  # mlx-lm's clock counts the pass of a first token as decoding
+        return BatchRun(texts, seconds, response.stats.prompt_time, 0)
+    stats = response.stats
+    # The last output to end knows of all that became of drafting.
+    last = max(stats, key=lambda counts: len(counts.drafting_events))
+    found = sum(stats, Stats()), [event.what for event in last.drafting_events]
+    if response.batch_stats is not None:
+        return BatchRun(texts, seconds, response.batch_stats.prompt_time, 0, *found)
+    prefill = sum(counts.prompt_time for counts in stats)
+    return BatchRun(texts, seconds, prefill, sum(map(bool, texts)), *found)

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
@@ -51,8 +51,8 @@ class Server:
 
     def failed(self, how: str) -> ValueError:
         """The error that the server failed in this way, with the last line of its log."""
-        lines = self.log.read_text(errors="replace").split("\n")
-        said = next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
+        said = self.log.read_text(errors="replace").strip() or "it said nothing"
+        said = said.splitlines()[-1].strip()
         return ValueError(
             f"{self.name} {how} ({said[:LONGEST_REASON]}): start it by itself to see why."
         )
@@ -89,16 +89,21 @@ def running(commands: Mapping[str, Sequence[str]]) -> Iterator[dict[str, Server]
             name: stack.enter_context(started(name, command, port, folder / f"{port}.log"))
             for (name, command), port in zip(commands.items(), ports, strict=True)
         }
-        wait_until_they_answer(servers.values())
+        end = time.monotonic() + START_LIMIT
+        while left := [server for server in servers.values() if not server.answers()]:
+            for server in left:
+                server.check()
+            if time.monotonic() > end:
+                raise left[0].failed(f"did not answer within {START_LIMIT:.0f} s")
+            time.sleep(POLL)
         yield servers
 
 
 @contextmanager
 def started(name: str, command: Sequence[str], port: int, log: Path) -> Iterator[Server]:
     """Start a server, and end it with the block."""
-    module, *flags = command
     # -P: the folder of this script is no place to import from.
-    line = [sys.executable, "-P", __file__, module, *flags, "--port", str(port)]
+    line = [sys.executable, "-P", __file__, *command, "--port", str(port)]
     with log.open("wb") as output:
         process = subprocess.Popen(
             line,
@@ -117,17 +122,6 @@ def started(name: str, command: Sequence[str], port: int, log: Path) -> Iterator
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-
-
-def wait_until_they_answer(servers: Collection[Server]) -> None:
-    """Wait for all servers; ValueError if one has ended or takes too long."""
-    end = time.monotonic() + START_LIMIT
-    while left := [server for server in servers if not server.answers()]:
-        for server in servers:
-            server.check()
-        if time.monotonic() > end:
-            raise left[0].failed(f"did not answer within {START_LIMIT:.0f} s")
-        time.sleep(POLL)
 
 
 # --- clients: several at once, who send prompts and note when each piece arrives -----------------
@@ -217,7 +211,9 @@ def ask(address: Address, body: Mapping[str, Any]) -> Answer:
         connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
         response = connection.getresponse()
         if response.status != 200:
-            raise ValueError(f"the server refused a request ({reason_in(response.read())}).")
+            error = json.loads(response.read())["error"]
+            reason = error["message"] if isinstance(error, dict) else error
+            raise ValueError(f"the server refused a request ({reason}).")
         for line in response:
             seconds = time.perf_counter() - start
             if line.startswith(b"data: {"):
@@ -225,15 +221,6 @@ def ask(address: Address, body: Mapping[str, Any]) -> Answer:
     if not answer.num_tokens:
         raise ConnectionError("the stream broke off")
     return answer
-
-
-def reason_in(content: bytes) -> str:
-    """The reason that a refused request was given."""
-    try:
-        error = json.loads(content)["error"]
-        return str(error["message"] if isinstance(error, dict) else error)
-    except (ValueError, KeyError, TypeError):
-        return content.decode(errors="replace").strip() or "it gave no reason"
 
 
 def run_load(server: Server, bodies: Sequence[Mapping[str, Any]], num_clients: int) -> Load:
@@ -270,13 +257,7 @@ def end_with_parent() -> None:
     os._exit(0)
 
 
-def serve() -> None:
-    """Run the server that the arguments name."""
-    module, *flags = sys.argv[1:]
-    threading.Thread(target=end_with_parent, daemon=True).start()
-    sys.argv = [module, *flags]
-    importlib.import_module(module).main()
-
-
 if __name__ == "__main__":
-    serve()
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    del sys.argv[0]  # the module stands in its place
+    importlib.import_module(sys.argv[0]).main()

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.utils import save_model
@@ -18,12 +19,12 @@ from mlx_lm.utils import save_model
 from mlx_eagle.demo.pair import CONFIG, FILES, WEIGHTS, demo_target_path, load_demo
 
 from .configurations import PLAIN, Configuration, make_configurations
-from .figures import Figure, median_ratio, milliseconds, number, ratio, row_of, times
+from .figures import Figure, median_ratio, milliseconds, number, ratio, row_of, spread_of, times
 from .flags import Settings
 from .questions import Question
 from .runner import WARM_UP_TOKENS
 from .servers import Answer, Load, Server, chat_body, run_load, running
-from .turns import Turns, num_steps, repeat_turns
+from .turns import Cell, num_steps, repeat_turns
 
 PLAIN_SERVER = "mlx_lm.server"
 OUR_SERVER = "mlx_eagle.server"
@@ -46,7 +47,7 @@ class ServerMeasurement:
     @property
     def configurations(self) -> list[Configuration]:
         """Chains and trees that our server is asked for."""
-        return make_configurations(self.settings.sizes, self.settings.trees)
+        return make_configurations(self.settings)
 
     def num_runs(self) -> int:
         """Number of measured loads."""
@@ -68,15 +69,15 @@ class ServerMeasurement:
             running(server_commands(self.model, target, self.draft_flags, settings)) as servers,
         ):
             for num_clients in settings.clients:
-                cells = [Turns(configuration=each) for each in self.configurations]
+                cells = [
+                    Cell(each, self.questions, at_once=num_clients) for each in self.configurations
+                ]
                 first = self.questions[:num_clients]
                 warm_up = partial(load, servers, num_clients, first, short)
                 run = partial(load, servers, num_clients, self.questions, settings.max_tokens)
                 repeat_turns(cells, settings, warm_up, run, progress)
-                for cell in cells:
-                    loads = Loads(num_clients, cell, self.questions)
-                    results.append(row_of(LOADS, loads))
-                    rows += answer_rows(loads)
+                results += [row_of(LOADS, cell) for cell in cells]
+                rows += chain(*map(answer_rows, cells))
         return {"conditions": self.names, "serving": results}, rows
 
 
@@ -137,41 +138,18 @@ def load(
 ) -> Load:
     """Send all questions to mlx_lm.server if the configuration is plain, else to ours."""
     server = servers[PLAIN_SERVER if configuration is PLAIN else OUR_SERVER]
-    fields = request_fields(configuration)
+    fields = configuration.options
+    if configuration.kind == "tree":
+        fields = {"tree": configuration.label.removeprefix("tree ")}
     bodies = [chat_body(question.text, max_tokens, **fields) for question in questions]
     return run_load(server, bodies, num_clients)
 
 
-def request_fields(configuration: Configuration) -> dict[str, Any]:
-    """Fields of a request that say how to draft; none for plain decoding."""
-    if configuration.kind == "tree":
-        return {"tree": configuration.label.removeprefix("tree ")}
-    return configuration.options
-
-
-class Loads(NamedTuple):
-    """Loads of one configuration by ``num_clients``, and mlx-lm's server under the same."""
-
-    num_clients: int
-    cell: Turns
-    questions: Sequence[Question]
-
-    def differing(self) -> list[str]:
-        """Names of the questions whose answers differ between the servers."""
-        texts = ([answer.text for answer in runs[0].answers] for runs in self.cell.both)
-        return [
-            q.name for q, one, other in zip(self.questions, *texts, strict=True) if one != other
-        ]
-
-
-def answers_of(loads: Iterable[Load]) -> list[Answer]:
-    return [answer for load in loads for answer in load.answers]
-
-
-def typical_and_worst(values: Iterable[float | None]) -> dict[str, float] | None:
-    """Median and largest of the values that are not None; None without any."""
-    present = [value for value in values if value is not None]
-    return {"median": median(present), "worst": max(present)} if present else None
+def differing(cell: Cell) -> list[str]:
+    """Names of the questions whose answers differ between the servers."""
+    texts = ([answer.text for answer in runs[0].answers] for runs in cell.both)
+    pairs = zip(cell.questions, *texts, strict=True)
+    return [question.name for question, one, other in pairs if one != other]
 
 
 def acceptance_length(answers: Iterable[Answer]) -> float | None:
@@ -188,14 +166,16 @@ WAITING = {"seconds_per_token": "time per token", "longest_pause": "longest paus
 
 
 def load_figures(loads: Sequence[Load]) -> dict[str, Any]:
-    """Speed of the median load, and the waiting times of all clients in seconds."""
-    answers = answers_of(loads)
-    waits = {w: typical_and_worst(getattr(answer, w) for answer in answers) for w in WAITING}
-    return {
+    """Speed of the median load; median and worst waiting times of all clients in seconds."""
+    figures: dict[str, Any] = {
         "tps": median(load.tps for load in loads),
         "output_tokens": sum(answer.num_tokens for answer in loads[0].answers),
-        **waits,
     }
+    for name in WAITING:
+        values = [getattr(answer, name) for load in loads for answer in load.answers]
+        spread = spread_of(values)
+        figures[name] = spread and {"median": spread["median"], "worst": spread["max"]}
+    return figures
 
 
 def waiting(name: str, role: str, heading: str) -> Figure:
@@ -216,23 +196,22 @@ def texts_identical(row: Mapping[str, Any]) -> str:
 
 
 CLIENTS = (
-    Figure("clients", "clients", of=lambda loads: loads.num_clients),
-    Figure("configuration", "configuration", of=lambda loads: loads.cell.configuration.label),
+    Figure("clients", "clients", of=lambda cell: cell.at_once),
+    Figure("configuration", "configuration", of=lambda cell: cell.configuration.label),
 )
 LOADS = (
     *CLIENTS,
-    Figure("num_prompts", of=lambda loads: len(loads.questions)),
+    Figure("num_prompts", of=lambda cell: len(cell.questions)),
     Figure("plain", "mlx_lm.server tok/s", lambda figures: number(figures["tps"]),
-           lambda loads: load_figures(loads.cell.plain)),
+           lambda cell: load_figures(cell.plain)),
     Figure("speculative", "mlx_eagle.server tok/s", lambda figures: number(figures["tps"]),
-           lambda loads: load_figures(loads.cell.runs)),
-    Figure("speedup", "ratio", times,
-           lambda loads: median_ratio(loads.cell.plain, loads.cell.runs)),
-    Figure("mean_acceptance_length", "tau", number, 
-           lambda loads: acceptance_length(answers_of(loads.cell.runs))),
-    Figure("differing", of=lambda loads: loads.differing()),
+           lambda cell: load_figures(cell.runs)),
+    Figure("speedup", "ratio", times, lambda cell: median_ratio(*cell.both)),
+    Figure("mean_acceptance_length", "tau", number,
+           lambda cell: acceptance_length(a for load in cell.runs for a in load.answers)),
+    Figure("differing", of=differing),
     Figure("", "texts identical", texts_identical),
-    Figure("num_runs", "loads", of=lambda loads: len(loads.cell.runs)),
+    Figure("num_runs", "loads", of=lambda cell: len(cell.runs)),
 )  # fmt: skip
 """Figures of a configuration with so many clients."""
 WAITS = (
@@ -243,23 +222,24 @@ WAITS = (
         for role, short in (("plain", "plain"), ("speculative", "drafted"))
     ),
 )
-ANSWER = (
-    Figure("output_tokens", of=lambda answer: answer.num_tokens),
-    Figure("ttft", of=lambda answer: answer.ttft),
-    Figure("seconds", of=lambda answer: answer.ended),
-    Figure("seconds_per_token", of=lambda answer: answer.seconds_per_token),
-    Figure("longest_pause", of=lambda answer: answer.longest_pause),
-    Figure("mean_acceptance_length", of=lambda answer: answer.tau),
-)
-"""Figures of one answer, for the CSV."""
 
 
-def answer_rows(loads: Loads) -> list[dict[str, Any]]:
+def answer_rows(cell: Cell) -> list[dict[str, Any]]:
     """A row per answer, for the CSV."""
     return [
-        row_of(CLIENTS, loads)
-        | {"role": role, "run": count, "set": question.set_name, "id": question.id}
-        | row_of(ANSWER, answer)
-        for role, count, load in loads.cell.numbered()
-        for question, answer in zip(loads.questions, load.answers, strict=True)
+        {
+            **row_of(CLIENTS, cell),
+            "role": role,
+            "run": count,
+            "set": question.set_name,
+            "id": question.id,
+            "output_tokens": answer.num_tokens,
+            "ttft": answer.ttft,
+            "seconds": answer.ended,
+            "seconds_per_token": answer.seconds_per_token,
+            "longest_pause": answer.longest_pause,
+            "mean_acceptance_length": answer.tau,
+        }
+        for role, count, load in cell.numbered()
+        for question, answer in zip(cell.questions, load.answers, strict=True)
     ]

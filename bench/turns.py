@@ -5,18 +5,35 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from mlx_eagle.decoding.stats import Stats
+
 from .configurations import PLAIN, Configuration
 from .flags import Settings
 from .questions import Question
 
 
-@dataclass(kw_only=True)
-class Turns:
-    """Runs of one configuration, and the plain runs between them."""
+@dataclass
+class Cell:
+    """Runs of one configuration on some questions, and the plain runs between them.
+
+    ``at_once`` questions are answered at the same time: one, a batch, or those of the clients.
+    """
 
     configuration: Configuration
+    questions: Sequence[Question] = ()
+    prompts: Sequence[list[int]] = ()
+    at_once: int = 1
     plain: list[Any] = field(default_factory=list)
     runs: list[Any] = field(default_factory=list)
+
+    @property
+    def set_name(self) -> str:
+        return self.questions[0].set_name
+
+    @property
+    def stats(self) -> Stats:
+        """Counts of all runs of the configuration together."""
+        return sum((run.stats for run in self.runs), Stats())
 
     @property
     def both(self) -> tuple[list[Any], list[Any]]:
@@ -30,43 +47,29 @@ class Turns:
                 yield role, number, run
 
 
-@dataclass(kw_only=True)
-class Cell(Turns):
-    """Runs of one configuration on one prompt, each a ``Run``."""
-
-    question: Question
-    prompt: list[int]
-
-    @property
-    def set_name(self) -> str:
-        return self.question.set_name
-
-
-def schedule(cells: Sequence[Turns], order: str) -> list[tuple[Configuration, list[list[Any]]]]:
+def schedule(cells: Sequence[Cell], order: str) -> list[tuple[Configuration, list[list[Any]]]]:
     """Plan one repeat: the configurations in order, each with the lists that its run belongs to.
 
     "abba": plain B B plain for each configuration B; "mirror": plain B C ... C B plain, where all
     share the plain runs. Both cancel a linear drift of the machine. "weave": plain B C ..., all
     at once in short turns, which also cancels what comes and goes within seconds.
     """
-    steps = []
     drafted = [(cell.configuration, [cell.runs]) for cell in cells]
     if order == "abba":
-        for cell, step in zip(cells, drafted, strict=True):
-            plain = (PLAIN, [cell.plain])
-            steps += [plain, step, step, plain]
-        return steps
+        plain = [(PLAIN, [cell.plain]) for cell in cells]
+        pairs = zip(plain, drafted, strict=True)
+        return [step for one, other in pairs for step in (one, other, other, one)]
     steps = [(PLAIN, [cell.plain for cell in cells]), *drafted]
     return steps if order == "weave" else steps + steps[::-1]
 
 
 def num_steps(configurations: Sequence[Configuration], order: str) -> int:
     """Number of runs in one repeat."""
-    return len(schedule([Turns(configuration=each) for each in configurations], order))
+    return len(schedule([Cell(each) for each in configurations], order))
 
 
 def take_turns(
-    cells: Sequence[Turns],
+    cells: Sequence[Cell],
     order: str,
     run_all: Callable[[list[Configuration]], Iterable[Any]],
     progress: Callable[[], None],
@@ -84,7 +87,7 @@ def take_turns(
 
 
 def repeat_turns(
-    cells: Sequence[Turns],
+    cells: Sequence[Cell],
     settings: Settings,
     warm_up: Callable[[Configuration], object],
     run: Callable[[Configuration], Any],

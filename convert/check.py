@@ -99,10 +99,7 @@ def encode(tokenizer: TokenizerWrapper, messages: Sequence[Mapping[str, str]]) -
     """The tokens of a conversation, through the target's chat template if it has one."""
     if not tokenizer.has_chat_template:
         return tokenizer.encode("\n\n".join(message["content"] for message in messages))
-    text = tokenizer.apply_chat_template(
-        list(messages), tokenize=False, add_generation_prompt=True
-    )
-    return tokenizer.encode(text, add_special_tokens=False)
+    return tokenizer.apply_chat_template(list(messages), add_generation_prompt=True)
 
 
 def read_text(

@@ -27,6 +27,8 @@ QUESTION = (
     "A baker makes 12 trays of cookies with 8 cookies on each tray. "
     "How many cookies does she make?"
 )
+# Its answer cannot be copied from the first one.
+ANOTHER = "Tom has 5 boxes with 6 pens in each box. How many pens does he have?"
 LIMIT = 300_000.0  # milliseconds for an answer
 DESK, PHONE = {"width": 1280, "height": 720}, {"width": 360, "height": 700}
 MARK = re.compile(r"\x1b\[4;36m(.*?)\x1b\[24;39m")
@@ -39,7 +41,7 @@ def draw_page(browser: Any, url: str) -> None:
     """A conversation and a race at a desk, and the conversation on a phone in the dark."""
     desk = browser.new_context(viewport=DESK).new_page()
     desk.goto(url)
-    ask(desk)
+    ask(desk, QUESTION)
     desk.locator(".answer .drafted.d2").first.hover()
     desk.screenshot(path=IMAGES / "page.png")
     desk.click("#tab-race")
@@ -49,12 +51,12 @@ def draw_page(browser: Any, url: str) -> None:
     desk.screenshot(path=IMAGES / "race.png")
     phone = browser.new_context(viewport=PHONE, color_scheme="dark").new_page()
     phone.goto(url)
-    ask(phone)
+    ask(phone, ANOTHER)
     phone.screenshot(path=IMAGES / "page-small.png")
 
 
-def ask(page: Any) -> None:
-    page.fill("#question", QUESTION)
+def ask(page: Any, question: str) -> None:
+    page.fill("#question", question)
     page.keyboard.press("Enter")
     page.locator("#again").wait_for(timeout=LIMIT)
 

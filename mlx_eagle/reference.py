@@ -3,7 +3,7 @@
 It drafts chains, decodes greedily, keeps mlx-lm's plain caches, and waits for the device in every
 step. ``decoding/loop.py`` writes the same text, sooner, with any model, drafter and sampler.
 
-Paper: Li et al. 2025, arXiv:2503.01840. Sizes: m rows, h of a state, F of features, V tokens.
+Paper: Li et al. 2025, arXiv:2503.01840. Sizes: m rows, hidden size h, F features, V tokens.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -31,13 +31,13 @@ LLAMA_LIKE = {
 class EagleHead:
     """A draft head of one llama layer; each slot sees the slots before it.
 
-    Slot i takes the state of position i and the token at i + 1. It gives an estimate of the state
-    of i + 1, from which the token at i + 2 is drafted. States come from the target as far as it
-    has run (``fuse``); further on, the head's own estimates stand in for them.
+    Slot i takes the hidden state at position i and the token at i + 1. It estimates the hidden
+    state at i + 1, from which the token at i + 2 is drafted. Hidden states come from the target
+    as far as it has run (``fuse``); beyond that, the head's own estimates stand in for them.
     """
 
     def __init__(self, drafter: Any, model: nn.Module):
-        """Take the weights of a head that was opened by ``mlx_eagle.open_drafter`` or the like.
+        """Take the weights of a head opened by ``mlx_eagle.open_drafter`` or ``load_drafter``.
 
         Raises ValueError for a head that is not one plain llama layer.
         """
@@ -52,11 +52,11 @@ class EagleHead:
         self.to_target = drafter.to_target  # tokens by draft id, (Vd,); None: they are the same
 
     def fuse(self, features: mx.array) -> mx.array:
-        """Make hidden states (m, h) of features (m, F)."""
+        """Make hidden states (m, h) from features (m, F)."""
         return self.weights.fc(features)
 
     def __call__(self, tokens: list[int], hidden: mx.array, cache: KVCache) -> mx.array:
-        """Append m slots to the cache: tokens (m,) and states (m, h) -> estimates (m, h)."""
+        """Append m slots to the cache: tokens (m,), hidden (m, h) -> estimates (m, h)."""
         layer = self.weights.layers[0]
         embeddings = layer.input_layernorm(self.embed(mx.array(tokens)))
         x = mx.concatenate([embeddings, layer.hidden_norm(hidden)], axis=-1)
@@ -79,7 +79,7 @@ class EagleHead:
         return attention.o_proj(heads.swapaxes(1, 2).reshape(len(x), -1))
 
     def best_token(self, estimate: mx.array) -> int:
-        """Draft a token from the estimate (1, h) of a state. Waits for the device."""
+        """Draft the token after an estimated hidden state (1, h). Waits for the device."""
         best = mx.argmax(self.weights.lm_head(self.weights.norm(estimate)))
         return int(best if self.to_target is None else self.to_target[best])
 
@@ -87,7 +87,7 @@ class EagleHead:
 def run_target(
     model: nn.Module, tokens: list[int], cache: list[KVCache], taps: Sequence[int]
 ) -> tuple[mx.array, mx.array]:
-    """Run tokens (m,) on top of the cache: logits (m, V) and features (m, F), low taps first."""
+    """Run tokens (m,) after the cached ones: logits (m, V), features (m, F), low taps first."""
     x = model.model.embed_tokens(mx.array([tokens]))
     mask = create_attention_mask(x, cache[0])
     entered = []
@@ -108,14 +108,14 @@ def speculative_rounds(
     max_tokens: int = 256,
     stop_tokens: Collection[int] = (),
 ) -> Iterator[list[int]]:
-    """Generate greedily; yield the tokens of each round: those accepted, and one more.
+    """Generate greedily, yielding the tokens of each round: the accepted ones and one more.
 
-    The first is only the token after the prompt. The text ends with the first stop token.
+    The first round has only the token after the prompt. The text ends with the first stop token.
     """
     cache = make_prompt_cache(model)
     head_cache = KVCache()
 
-    # Prefill. The root is the newest token, which the target has yet to run.
+    # Prefill. The root is the newest token, which the target has not run yet.
     logits, features = run_target(model, prompt, cache, head.taps)
     root = int(mx.argmax(logits[-1]))
     estimates = head([*prompt[1:], root], head.fuse(features), head_cache)
@@ -123,8 +123,8 @@ def speculative_rounds(
     yield [root]
 
     while num_left > 0 and root not in stop_tokens:
-        # 1. Draft. The head goes on from its own estimates, in slots that are dropped again.
-        size = min(num_draft_tokens, num_left - 1)  # a round adds one token more
+        # 1. Draft. The head continues from its own estimates, in slots that are dropped again.
+        size = min(num_draft_tokens, num_left - 1)  # the target adds one token
         estimate = estimates[-1:]
         draft: list[int] = []
         for _ in range(size):
@@ -142,7 +142,7 @@ def speculative_rounds(
             kept += 1
         run = choices[: kept + 1]
 
-        # 4. Commit. The target forgets the rejected rows; the head takes in the others.
+        # 4. Commit. The target forgets the rejected rows; the head absorbs the others.
         trim_prompt_cache(cache, size - kept)
         estimates = head(run, head.fuse(features[: kept + 1]), head_cache)
         num_left -= len(run)
@@ -155,12 +155,12 @@ def eagle_draft_forward(
     fc_fuse_weight: ArrayLike, fc_fuse_bias: ArrayLike, draft_head_weight: ArrayLike,
     draft_head_bias: ArrayLike, lm_head_weight: ArrayLike, num_draft_tokens: int,
 ) -> list[int]:  # fmt: skip
-    """Draft tokens from a state and the token after it: the idea of EAGLE in ten lines.
+    """Draft tokens from a hidden state and the token after it: the idea of EAGLE in ten lines.
 
     A simplification of EAGLE-1 (arXiv:2401.15077, section 3.1): one ReLU layer stands for the
-    transformer layer. Each step fuses the state and the token's embedding, in this order, with
-    a linear layer and ReLU, makes the next state with another, and takes the token of the
-    highest logit, the lowest of equal ones. State and token are fed back.
+    transformer layer. Each step fuses the hidden state and the token's embedding, in this order,
+    with a linear layer and ReLU, makes the next hidden state with another, and takes the token
+    with the highest logit, on a tie the lowest one. Both are fed back.
 
     Shapes: hidden_state (d,), embed_matrix (V, d), fc_fuse_weight (d, 2d), fc_fuse_bias (d,),
     draft_head_weight (d, d), draft_head_bias (d,), lm_head_weight (V, d). Raises ValueError

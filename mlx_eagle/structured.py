@@ -34,8 +34,11 @@ MOST_REPEATS = 10_000  # of one part of a regular expression, in all its bracket
 SLOW_MASK = 0.01  # seconds for one token: masks take .05 to 1 ms, and everybody waits for them
 MOST_SLOW = 0.5  # seconds over that, without a fast mask between, until a text ends
 TOO_SLOW = "it takes too long to check for each token: give a shorter or simpler one"
-LARGEST = 10**300  # a number in a schema: nearly the largest that a float can be
+LOW = -9 * 10**18  # of a number in a schema: at -(2**63) llguidance 1.9 ends the process
+HIGH = 2**64  # above all of them: llguidance takes no larger whole number
 MOST_VALUES = 4_000  # in a schema: 2,000 properties of one object compile for three seconds
+MOST_LEVELS = 1_500  # llguidance follows references by recursion, and a stack of 8 MB bears 1,800
+MOST_PARTS = 2_000  # rules and brackets of a grammar, for the same reason: 4,000 end the process
 LEXER_FUEL = 1_000_000  # expressions for one token: llguidance's 200,000 end some calls in tags
 MOST_TEXTS = 64  # that mlx-lm decodes with one processor at a time: it takes 32 together
 NOTHING = "nothing satisfies it"
@@ -177,13 +180,23 @@ class Regex(Grammar):
         super().__init__(lambda: LLMatcher.grammar_from_regex(pattern), tokenizer)
 
 
-class Lark(Grammar):
-    """A text of a context-free grammar in llguidance's variant of Lark; it begins at ``start``."""
+class Rules(Grammar):
+    """A text of a grammar like ``Lark``'s that is known to be harmless, since it is our own."""
 
     def __init__(self, grammar: str, tokenizer: Any):
         """Raises ValueError for a grammar that cannot be used."""
         _check_length(grammar, self.noun)
         super().__init__(lambda: LLMatcher.grammar_from_lark(grammar), tokenizer)
+
+
+class Lark(Rules):
+    """A text of a context-free grammar in llguidance's variant of Lark; it begins at ``start``."""
+
+    def __init__(self, grammar: str, tokenizer: Any):
+        """Raises ValueError for a grammar that cannot be used."""
+        _check_length(grammar, self.noun)
+        _check_parts(grammar)
+        super().__init__(grammar, tokenizer)
 
 
 class _Vocabulary:
@@ -531,9 +544,32 @@ def read_schema(schema: Mapping[str, Any] | str) -> dict[str, Any]:
     if len(values) > MOST_VALUES:
         raise ValueError(f"the schema has {len(values)} values: give at most {MOST_VALUES}.")
     numbers = [each for each in values if isinstance(each, int | float)]
-    if not all(abs(each) < LARGEST for each in numbers):  # also infinity, and what is no number
-        raise ValueError("the schema holds a number of 300 digits, or none that JSON has.")
+    if not all(LOW <= each < HIGH for each in numbers):  # nor infinity, nor what is no number
+        raise ValueError("the schema holds a number beyond 64 bits, or none that JSON has.")
+    levels = [each for each in values if isinstance(each, dict | list)]
+    if len(levels) > MOST_LEVELS and any("$ref" in each for each in levels):
+        raise ValueError(
+            f"the schema has {len(levels)} objects and lists: give at most {MOST_LEVELS} in one "
+            "with references."
+        )
     return read
+
+
+def _check_parts(grammar: str) -> None:
+    """Raise ValueError for a grammar, or a schema in it, that could end the process."""
+    num_parts = sum(map(grammar.count, ":(["))
+    for found in re.finditer(r"%json\s*", grammar):
+        try:
+            schema, end = json.JSONDecoder().raw_decode(grammar, found.end())
+        except (ValueError, RecursionError):  # llguidance says what is wrong with it
+            continue
+        if isinstance(schema, dict):
+            read_schema(schema)
+            num_parts -= sum(map(grammar[found.end() : end].count, ":(["))
+    if num_parts > MOST_PARTS:
+        raise ValueError(
+            f"the grammar has {num_parts} rules and brackets: give at most {MOST_PARTS}."
+        )
 
 
 def _values(value: Any) -> Iterator[Any]:

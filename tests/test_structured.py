@@ -370,6 +370,17 @@ def test_a_text_that_was_begun_before(model, drafters):
     assert (found == expected).all()
 
 
+def chain_of_references(length: int) -> dict:
+    """A schema that llguidance follows to its end by recursion: long ones end the process."""
+    definitions = {f"d{i}": {"items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(length)}
+    return {"$ref": "#/$defs/d0", "$defs": {**definitions, f"d{length}": {"type": "integer"}}}
+
+
+def chain_of_rules(length: int) -> str:
+    rules = [f'r{i}: "x" (r{i + 1} | "b")' for i in range(length)]
+    return "\n".join(["start: r0", *rules, f'r{length}: "a"'])
+
+
 @pytest.mark.parametrize(
     "make, sentence",
     [
@@ -384,9 +395,13 @@ def test_a_text_that_was_begun_before(model, drafters):
         (lambda: JSONSchema({"enum": ["x" * 9] * 9000}, TOKENIZER), "9002 values: give at most"),
         (lambda: JSONSchema({"const": "x" * 300_000}, TOKENIZER), "characters: give at most"),
         (lambda: JSONSchema("[" * 9000 + "]" * 9000, TOKENIZER), "nested too deeply"),
-        (lambda: JSONSchema({"const": 10**300}, TOKENIZER), "a number of 300 digits"),
+        (lambda: JSONSchema({"minimum": 2**64}, TOKENIZER), "a number beyond 64 bits"),
+        (lambda: JSONSchema({"const": -(2**63)}, TOKENIZER), "a number beyond 64 bits"),
         (lambda: JSONSchema('{"maximum": Infinity}', TOKENIZER), "or none that JSON has"),
         (lambda: JSONSchema({"const": "\ud800"}, TOKENIZER), "half of a letter"),
+        (lambda: JSONSchema(chain_of_references(900), TOKENIZER), "objects and lists: give"),
+        (lambda: Lark('start: %json {"const": -9223372036854775808}', TOKENIZER), "64 bits"),
+        (lambda: Lark(chain_of_rules(2500), TOKENIZER), "rules and brackets: give at most"),
         (lambda: Regex("(", TOKENIZER), "unclosed group"),
         (lambda: Regex("", TOKENIZER), "the regular expression is empty"),
         (lambda: Lark('start: "a" b', TOKENIZER), "no text can be held to this grammar"),

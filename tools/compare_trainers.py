@@ -183,7 +183,7 @@ def compare(settings: TrainSettings, report=lambda line: None) -> Comparison:
         ids = resized_vocabulary(examples.train, none, size, config["vocab_size"])
         student = fresh_student(model, config, ids, settings)
     teacher = Teacher(model, student.taps, student.ids, needs_sums=False)
-    recipe = Eagle3Recipe(settings, student, teacher)
+    recipe = Eagle3Recipe(settings, student, model, None, examples)
 
     def evaluation() -> Evaluation:
         return evaluate(recipe, examples.valid, settings.batch_size)

@@ -1,8 +1,8 @@
-"""Picking and judging drafts for all requests of a batch at once, each by its own rule.
+"""Picks and verification for all requests of a batch at once, each with its own rule.
 
-Requests of one kind are judged in the same operations: greedy ones, and those that sample with the
-same filters, each with its own noise. What cannot be put together, a sampler that is a closure or
-the rule "reject", is judged request by request.
+Requests with equal rules are verified in the same operations: greedy requests, and requests that
+sample with the same filters, each with its own noise. Rules that cannot be combined, with a
+sampler that is a closure or "reject", are applied request by request.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ class BatchVerification:
 
     @cached_property
     def packed(self) -> mx.array:
-        """All that the host reads, (B, 1 + R): it waits once."""
+        """Everything that the host reads, (B, 1 + R), so that it waits once."""
         return mx.concatenate([self.num_kept[:, None], self.following], axis=1)
 
     def of(self, index: mx.array) -> "BatchVerification":
@@ -39,9 +39,9 @@ class BatchVerification:
 
 
 class GreedyRows:
-    """One round of requests without a sampler, judged in the same operations.
+    """One round of requests without a sampler, verified in the same operations.
 
-    ``pick`` and ``of_request`` are as in ``batch_drafter.Picks``, for the requests of this group.
+    ``pick`` and ``of_request`` are as in ``drafters.base.Picks``, for the requests of this group.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class RowByRow:
 
 @dataclass
 class RuleGroup:
-    """Requests that are judged alike: their places in the batch, and their rules."""
+    """Requests that are verified together: their indices in the batch, and their rules."""
 
     judged_by: object
     members: list[int] = field(default_factory=list)
@@ -171,7 +171,7 @@ class RuleGroup:
     def open(
         self, positions: Sequence[int], room: Sequence[int], forced: Sequence[Sequence[int]]
     ) -> GreedyRows | RowByRow:
-        """A round whose first tokens have these positions in each request of the batch."""
+        """One round; its first tokens have these positions in the requests of the batch."""
         own = [positions[b] for b in self.members]
         own_forced = [forced[b] for b in self.members]
         if self.judged_by is RowByRow:
@@ -186,7 +186,7 @@ class RuleGroup:
 
 
 def _judged_by(rule: Rule) -> object:
-    """A key that is equal for rules that can be judged together."""
+    """A key that is equal for rules that can be applied together."""
     if isinstance(rule, Match) and rule.sampler is None:
         return GreedyRows
     if isinstance(rule, Coupled) and type(rule.sampling) is Sampling:
@@ -211,16 +211,16 @@ class BatchRule:
     def open(
         self, positions: Sequence[int], room: Sequence[int], forced: Sequence[Sequence[int]]
     ) -> "BatchChoice":
-        """One round, see ``Rule.open``; of request b at most ``room[b]`` drafts can be kept.
+        """One round, see ``Rule.open``; request b can keep at most ``room[b]`` draft tokens.
 
-        Its first ones are ``forced[b]``.
+        Its first draft tokens are ``forced[b]``.
         """
         choices = [(each.members, each.open(positions, room, forced)) for each in self._groups]
         return BatchChoice(choices, self._order, forced)
 
 
 class BatchChoice:
-    """One round of a batch: ``batch_drafter.Picks``, and what judges the drafts."""
+    """One round of a batch: the ``Picks`` for its drafter, and the verification of its drafts."""
 
     def __init__(
         self,
@@ -228,8 +228,8 @@ class BatchChoice:
         order: list[int],
         forced: Sequence[Sequence[int]],
     ):
-        self._choices = choices  # which requests each is of
-        self._order = order  # where each request is once those of all parts stand side by side
+        self._choices = choices  # with the indices of their requests
+        self._order = order  # index of each request in the concatenation of all choices
         self._forced = forced
         self._num_picked = 0
 

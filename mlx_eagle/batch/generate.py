@@ -1,6 +1,6 @@
-"""Several prompts with one drafter: mlx-lm's ``batch_generate``, speculatively.
+"""Several prompts with one drafter: mlx-lm's ``batch_generate`` with speculative decoding.
 
-Here it is decided whether a batch is drafted for, and how; the rounds are in ``rounds.py``.
+This module decides whether and how a batch is drafted for; the rounds are in ``rounds.py``.
 """
 
 import time
@@ -57,9 +57,9 @@ from .rounds import Batch, shared_controller
 class RequestStats(list[Stats], BatchStats):  # type: ignore[misc]  # both have __iadd__
     """One ``Stats`` per prompt, in order, and mlx-lm's figures of the whole batch by its names.
 
-    ``stats[0].mean_acceptance_length`` is that of the first prompt, ``stats.total`` has the counts
+    ``stats[0].mean_acceptance_length`` belongs to the first prompt, ``stats.total`` has the counts
     of all, and ``stats.generation_tps``, ``stats.prompt_tokens``, ``stats.peak_memory`` and so on
-    are what code for ``mlx_lm.batch_generate`` expects.
+    are as in ``mlx_lm.batch_generate``.
     """
 
     def __init__(self, each: Sequence[Stats], whole: BatchStats):
@@ -68,15 +68,15 @@ class RequestStats(list[Stats], BatchStats):  # type: ignore[misc]  # both have 
 
     @property
     def total(self) -> Stats:
-        """The counts of all requests together; their times overlap, and are sums all the same."""
+        """The counts of all requests together; their times are added up, although they overlap."""
         return reduce(add, self, Stats())
 
 
 @dataclass
 class BatchResponse(MlxBatchResponse):
-    """mlx-lm's response, whose ``stats`` are also a list with the counts of every request.
+    """mlx-lm's response; its ``stats`` are also a list with the counts of each request.
 
-    ``batch_stats`` are mlx-lm's own of the whole batch, where it was decoded plainly.
+    ``batch_stats`` are mlx-lm's own for the whole batch, if it was decoded plainly.
     """
 
     stats: RequestStats
@@ -279,29 +279,29 @@ def batch_generate(
 ) -> MlxBatchResponse:
     """Generate for several prompts, as ``mlx_lm.batch_generate`` does, with a drafter.
 
-    All requests are verified in one forward pass of the target per round, on caches with a length
-    for each; each keeps its own number of rows, ends by itself and is decoded as it would be by
-    itself. Heads, MTP layers and assistants draft for all in shared passes too, small models text
-    by text. A request that has ended makes no room for another. Where the target's caches or
-    ropes cannot share a pass (quantized caches, kept first tokens, a base by length), the
-    requests are decoded one after the other, each speculatively. Either is said in a warning.
+    Each round verifies all requests in one forward pass of the target, on caches with a length per
+    request. Each request keeps its own number of rows, ends on its own, and gets the same text as
+    by itself. Heads, MTP layers and assistants also draft in shared passes; small models draft
+    text by text. A request that has ended makes no room for another. If the target's caches or
+    ropes cannot share a pass (quantized caches, kept first tokens, a base that depends on length),
+    the requests are decoded one after the other, each speculatively, with a warning.
 
-    With ``num_draft_tokens`` "auto", the default, each round has the fastest draft length, one for
-    all requests, by what they accept and by what rounds of that many have cost (see
-    ``decoding/auto.py``). Where no length is faster than plain decoding, rounds are plain and
-    pipelined until a probe finds otherwise, or the batch has shrunk enough. Where earlier batches
-    have shown that none could ever be faster, all goes to ``mlx_lm.batch_generate``.
+    With ``num_draft_tokens`` "auto", the default, each round has the fastest draft length, the
+    same for all requests, judged by what they accept and by the costs of such rounds (see
+    ``decoding/auto.py``). If no length is faster than plain decoding, rounds are plain and
+    pipelined until a probe finds otherwise, or the batch has shrunk enough. If earlier batches
+    have shown that no length can ever be faster, ``mlx_lm.batch_generate`` decodes the batch.
 
-    ``max_speculative_batch``: more prompts than that go to ``mlx_lm.batch_generate``, because a
-    pass over that many rows costs more than drafts save. None: 8; with "auto" 32, the costs
-    permitting, but 8 where requests are decoded one after the other.
+    ``max_speculative_batch``: more prompts than this go to ``mlx_lm.batch_generate``, because a
+    pass over so many rows costs more than drafts save. None means 8; with "auto" 32, if the costs
+    permit, but 8 if requests are decoded one after the other.
 
-    With ``exact`` the requests are decoded one after the other, as each would be by itself.
+    With ``exact`` the requests are decoded one after the other, each as it would be by itself.
 
-    A ``Sampling`` gives every prompt noise of its own (see ``Sampling.row``).
+    A ``Sampling`` gives every prompt its own noise (see ``Sampling.row``).
 
-    ``known_tokens``: for each prompt those that its cache in ``prompt_caches`` holds, for a
-    drafter that copies; by default those that an earlier generation with this drafter left in it.
+    ``known_tokens``: for each prompt the tokens in its cache of ``prompt_caches``, for a drafter
+    that copies; by default the ones that an earlier generation with this drafter left there.
 
     ``kwargs``: the other fields of ``Options``, of which mlx-lm's ``completion_batch_size`` and
     ``prefill_batch_size`` are for a batch that goes to it, and ``max_kv_size`` is for caches that

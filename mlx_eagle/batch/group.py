@@ -1,7 +1,7 @@
-"""Requests that come and go and are drafted for alike: one by itself, several in shared rounds.
+"""Groups of requests with the same draft settings: one by itself, several in shared rounds.
 
-A request moves between the two at the end of a round, with its caches, its noise and its place in
-the text: nothing is computed twice, and its text is that of a generation of its own.
+A request moves between the two at the end of a round, with its caches, its noise and its position:
+nothing is computed twice, and its text is the same as in a generation of its own.
 """
 
 from collections.abc import Sequence
@@ -26,9 +26,9 @@ from .rounds import Batch, shared_controller
 class RoundOutput:
     """Output of a round for one request.
 
-    The first ``num_kept`` tokens were drafted; ``length`` is how far the round had drafted, in a
-    tree in levels. ``logprobs`` belong to ``tokens``; [] where the decoder was asked for none.
-    ``events`` are the controller's since the round before.
+    The first ``num_kept`` tokens were drafted; ``length`` is the length of the draft, for a tree
+    its number of levels. ``logprobs`` belong to ``tokens``; [] if the decoder was asked for none.
+    ``events`` are the controller's events since the previous round.
     """
 
     request: Request
@@ -59,7 +59,7 @@ class OwnRunner:
         return self._emitted(next(self._rounds))
 
     def dissolve(self) -> list[RoundOutput]:
-        """Finish what is under way; if the request has not ended, others may decode it then."""
+        """Finish the round in flight; another runner may then continue the request."""
         done = self._take_upcoming()
         made = [] if done is None else self._emitted(done)
         if self._generation.is_running:
@@ -79,7 +79,7 @@ class OwnRunner:
             self._stop(last)
 
     def _take_upcoming(self) -> Round | None:
-        """The round that is under way, finished."""
+        """Finish the round in flight, and return it."""
         done = self._pipeline.upcoming
         self._pipeline.upcoming = None
         if done is not None:
@@ -104,7 +104,7 @@ class OwnRunner:
         return [RoundOutput(request, done.run, kept, length, logprobs, events)]
 
     def _stop(self, last: Round) -> None:
-        """Give the request the caches that a generation of its own leaves."""
+        """Give the request the caches that its own generation would leave."""
         decoder = self._request.decoder
         decoder.stop(last, self._pipeline.upcoming)
         self._request.cache = decoder.cache + decoder.drafter.cache
@@ -116,13 +116,13 @@ class SharedRunner:
     is_shared = True
 
     def __init__(self, batch: Batch, is_plain: bool):
-        """``is_plain``: nothing is drafted, and drafters are let go of."""
+        """``is_plain``: nothing is drafted, and drafters are released."""
         self._batch = batch
         self._is_plain = is_plain
         self._num_events = len(batch.controller.events)
 
     def join(self, request: Request) -> None:
-        """Take in one more."""
+        """Add a request."""
         decoder = request.decoder
         if self._is_plain:
             decoder.drafter = NullDrafter(decoder.drafter.num_forwards)
@@ -130,7 +130,7 @@ class SharedRunner:
         self._batch.join(request)
 
     def leave(self, request: Request, num_unread: int) -> None:
-        """Let go of one that has not ended; what it has not read stays in its caches."""
+        """Release a request that has not ended; its unread tokens stay in its caches."""
         self._batch.leave(request)
 
     def round(self) -> list[RoundOutput]:
@@ -138,7 +138,7 @@ class SharedRunner:
         return self._emitted(self._batch.round())
 
     def dissolve(self) -> list[RoundOutput]:
-        """Finish what is under way; others may decode those that have not ended then."""
+        """Finish the round in flight; other runners may then continue the requests."""
         return self._emitted(self._batch.dissolve())
 
     def _emitted(self, done: SharedRound | None) -> list[RoundOutput]:
@@ -168,14 +168,14 @@ class SharedRunner:
 
 
 class Group:
-    """Requests with one way of drafting: ``join``, ``leave``, and one ``round`` after the other.
+    """Requests with the same draft settings: ``join``, ``leave``, and ``round`` after ``round``.
 
     To join, a request must have emitted its first token. ``num_draft_tokens`` is as in
-    ``speculative_generate_step``, one length for all in a round, "auto" by what all of them accept
-    and by what rounds of that many cost. Without ``drafts_together``, for targets whose states
-    share only plain steps, drafts are made for a single one, and several are decoded plainly. With
-    a ``tree``, or where caches cannot share a pass, only one may be in it. One whose decoder
-    ``discards_features`` is decoded plainly, and so are those who share its rounds.
+    ``speculative_generate_step``, one length per round for all; "auto" judges by what all requests
+    accept, and by the costs of rounds of that many. Without ``drafts_together``, for targets whose
+    states can share only plain steps, a single request is drafted for, and several are decoded
+    plainly. With a ``tree``, or if caches cannot share a pass, the group may have one request. If
+    one's decoder ``discards_features``, all requests that share its rounds are decoded plainly.
     """
 
     def __init__(
@@ -201,23 +201,23 @@ class Group:
 
     @property
     def requests(self) -> list[Request]:
-        """The requests that have not been given back."""
+        """The requests that are still in the group."""
         return [*self._running, *self._joining]
 
     @property
     def is_empty(self) -> bool:
-        """Whether no request is left, nor anything under way."""
+        """Whether no request is left, and no round is in flight."""
         return not self.requests and self._runner is None
 
     def join(self, request: Request) -> None:
-        """Take in a request, from the next round on."""
+        """Add a request, from the next round on."""
         request.cache = []
         self._joining.append(request)
 
     def leave(self, request: Request, num_unread: int = 0) -> None:
-        """Let go of a request that has not ended, whose last ``num_unread`` tokens are unwanted.
+        """Release a request that has not ended, whose last ``num_unread`` tokens are unwanted.
 
-        These tokens are dropped where it was by itself, and stay where rounds were shared.
+        These tokens are dropped if it ran by itself, and stay if it shared rounds.
         """
         if request in self._joining:
             self._joining.remove(request)
@@ -255,9 +255,9 @@ class Group:
         return made
 
     def take_left(self) -> list[Request]:
-        """Hand over the requests that have ended or left, each once.
+        """Return the requests that have ended or left since the last call.
 
-        Their decoders have their caches. Where ``Request.cache`` is empty, these lack the last
+        Their decoders have their caches. If ``Request.cache`` is empty, these lack the last
         token: see ``requests.restore_caches``.
         """
         left = self._left
@@ -290,7 +290,7 @@ class Group:
         return OwnRunner(request, controller)
 
     def _share(self, decoders: Sequence[Decoder]) -> SharedRunner:
-        """Make the runner of shared rounds for these requests, which have yet to join."""
+        """Make the runner of shared rounds for these requests, which have not joined yet."""
         drafter = self._draft_model
         is_plain = any(decoder.discards_features for decoder in decoders)
         if not self._drafts_together or (is_plain and drafter.copies is None):

@@ -1,4 +1,4 @@
-"""One request of a batch: its prompt, its limits, how it is decoded, and what became of it."""
+"""One request of a batch: its prompt, limits, decoding options and results."""
 
 from collections.abc import Iterator
 from copy import deepcopy
@@ -35,11 +35,11 @@ UNQUANTIZED = CacheQuantization(None, 64, 0)
 
 @dataclass(eq=False)
 class Request:
-    """One prompt and what became of it; ``row`` tells it from others that have the same seed.
+    """One prompt and its results; ``row`` distinguishes requests that have the same seed.
 
-    ``cache`` is the target's, then the drafter's where there are any; the decoder's are for what
-    runs it. ``tokens_after_leave`` follow ``tokens``: of a round that was under way when the
-    request left its batch.
+    ``cache`` has the target's caches, then the drafter's, if any; the decoder has its own while
+    the request runs. ``tokens_after_leave`` follow ``tokens``: they come from a round that was in
+    flight when the request left its batch.
     """
 
     prompt: list[int]
@@ -56,7 +56,7 @@ class Request:
 
     @property
     def ended(self) -> bool:
-        """Whether nothing is left to generate for it."""
+        """Whether nothing is left to generate."""
         full = not self.limits.has_room_after(len(self.tokens))
         return self.cancelled or full or (bool(self.tokens) and self.limits.end(self.tokens[-1]))
 
@@ -99,7 +99,7 @@ class Options:
     def by_names(cls, given: dict[str, Any]) -> "Options":
         """Make options from keyword arguments.
 
-        Raises ValueError for what only a single prompt can have, TypeError for an unknown name.
+        Raises ValueError for options of a single prompt only, TypeError for an unknown name.
         """
         for name in FOR_ONE_PROMPT:
             if given.pop(name, None) is not None:
@@ -113,13 +113,13 @@ class Options:
         return cls(**given)
 
     def sampler_of(self, request: Request) -> Sampler | None:
-        """The sampler, for one request: a ``Sampling`` has noise of its own for each row."""
+        """The sampler for one request: a ``Sampling`` has its own noise for each row."""
         if isinstance(self.sampler, Sampling):
             return self.sampler.begin(request.row)
         return self.sampler
 
     def own_processors(self) -> list[LogitsProcessor]:
-        """The logits processors for one request: those that keep a state are copied for it."""
+        """The logits processors for one request; processors with a state are copied."""
         given = self.logits_processors or ()
         return [p if is_pure(p) or is_grammar(p) else deepcopy(p) for p in given]
 
@@ -127,9 +127,9 @@ class Options:
 def prefill(
     model: nn.Module, draft_model: Drafter, request: Request, options: Options
 ) -> Iterator[int]:
-    """Run the prompt without its last token, by itself, chunk by chunk; yields how much is done.
+    """Run all but the last token of a prompt, in chunks; yields the number of tokens done.
 
-    Rounds of a batch may be run between the steps.
+    Rounds of a batch may run between the steps.
     """
     request.stats.start()
     cache, draft_cache = split_cache(request.cache, model, None)
@@ -164,16 +164,16 @@ def first_token(request: Request) -> Round:
 
 
 def restore_caches(request: Request) -> None:
-    """Put into ``request.cache`` what a generation of its own would have left.
+    """Put the caches into ``request.cache`` that its own generation would have left.
 
-    Takes one pass, over the last token of a request that has left its batch with its caches.
+    This takes one pass, over the last token of a request that left its batch with its caches.
     """
     request.decoder.stop_at_root()
     request.cache = request.decoder.cache + request.decoder.drafter.cache
 
 
 def reason_not_batchable(model: nn.Module, caches: list[Any], plainly: bool = False) -> str | None:
-    """Reason why requests on these target caches cannot share passes; None where they can.
+    """Reason why requests on these target caches cannot share passes; None if they can.
 
     ``plainly``: passes of plain steps, one row per request.
     """
@@ -193,8 +193,8 @@ def reason_not_batchable(model: nn.Module, caches: list[Any], plainly: bool = Fa
 def mlx_lm_can_batch(model: nn.Module, requests: list[Request]) -> bool:
     """Whether mlx-lm's own batch can be right.
 
-    Its masks have four axes, its rotating caches keep no first tokens while others go, and what
-    it pads shorter prompts with goes into the states of many recurrent layers.
+    Its masks have four axes, its rotating caches keep no first tokens when they drop others, and
+    the padding of shorter prompts enters the states of many recurrent layers.
     """
     for request in requests:
         length = len(request.prompt) + request.limits.max_tokens
@@ -208,9 +208,9 @@ def mlx_lm_can_batch(model: nn.Module, requests: list[Request]) -> bool:
 
 @dataclass
 class SharedRound:
-    """A round of several requests in flight, and then its result; lists have one entry for each.
+    """A round of several requests in flight, later its result; lists have an entry per request.
 
-    Rows as in ``decoding.decoder.Round``: row 0 of a request is its root, row i + 1 draft token i.
+    Rows are as in ``decoding.decoder.Round``: row 0 is the root, row i + 1 draft token i.
     """
 
     requests: list[Request]

@@ -1,8 +1,8 @@
 """The rounds of a batch: one draft and one verify pass for all requests, however long each is.
 
-Each request keeps a number of rows of its own; how many are drafted is decided once per round for
-all. Requests join and leave between rounds. What a round asks of the device does not grow with
-their number, but where a drafter or a rule works one by one.
+Each request keeps its own number of rows; the draft length is decided once per round for all.
+Requests join and leave between rounds. The number of operations in a round does not grow with the
+number of requests, unless a drafter or a rule handles them one by one.
 """
 
 from collections.abc import Iterator, Sequence
@@ -47,9 +47,9 @@ def shared_controller(
     stream: mx.Stream | mx.ThreadLocalStream,
     drafts: bool = True,
 ) -> Controller:
-    """Make the controller of rounds that ``num_requests`` share; without ``drafts`` it copies.
+    """Make the controller for rounds that ``num_requests`` share; without ``drafts`` it copies.
 
-    ``stream`` is that of the passes.
+    ``stream`` is the one that the passes run on.
     """
     copies = drafter.copies is not None
     if isinstance(num_draft_tokens, str):  # auto
@@ -61,15 +61,15 @@ def shared_controller(
 
 
 class Batch:
-    """Requests that are decoded together: ``join``, ``leave``, and one ``round`` after the other.
+    """Requests that are decoded together: ``join``, ``leave``, and ``round`` after ``round``.
 
     To join, a request must have emitted its first token (``requests.prefill`` and
-    ``first_token``), on caches that ``can_share``. What a round emitted is then in the
-    ``tokens`` of each request, and a request that has ``ended`` is let go of. Greedy and sampled
-    requests may be mixed. With ``keep_caches`` a request that leaves gets its caches back, in its
-    decoder: it may go on elsewhere, or ``requests.restore_caches`` completes them.
+    ``first_token``), on caches that ``can_share``. A round adds to the ``tokens`` of each request,
+    and releases requests that have ``ended``. Greedy and sampled requests may be mixed. With
+    ``keep_caches`` a request that leaves gets its caches back in its decoder: it may continue
+    elsewhere, or ``requests.restore_caches`` completes them.
 
-    ``controller`` decides on one draft length for all, and is told how many they are.
+    ``controller`` chooses one draft length for all, and is told the number of requests.
 
     It is a ``loop.Runner`` of ``SharedRound``.
     """
@@ -105,18 +105,18 @@ class Batch:
         self._num_tokens = 0.0
 
     def join(self, request: Request) -> None:
-        """Take in a request, from the next round on that is not under way yet."""
+        """Add a request, from the next round on that has not begun."""
         self._waiting.append(request)
 
     def leave(self, request: Request) -> None:
-        """Let go of a request that has not ended; nothing is added to its tokens any more.
+        """Release a request that has not ended; its tokens do not change any more.
 
-        Its caches are back once the round that is under way has ended.
+        It gets its caches back when the current round has ended.
         """
         request.cancelled = True
 
     def dissolve(self) -> SharedRound | None:
-        """Finish the round that is under way, and let go of all; returns it if there was one."""
+        """Finish the round in flight and release all requests; returns the round, if any."""
         with mx.stream(self._stream):
             done = None if self._pipeline is None else self._pipeline.upcoming
             self._pipeline = None
@@ -127,7 +127,7 @@ class Batch:
         return done
 
     def round(self) -> SharedRound | None:
-        """Run one round, while another may be started; None where no request is left."""
+        """Run one round, perhaps starting the next; None if no request is left."""
         with mx.stream(self._stream):
             while self.is_running:
                 if self._pipeline is None:
@@ -146,7 +146,7 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
-        """Emitted so far by the mean request of each round."""
+        """Tokens emitted so far, averaged over the requests of each round."""
         return int(self._num_tokens)
 
     @property
@@ -159,26 +159,26 @@ class Batch:
         return [copies.latest for copies in found if copies is not None]
 
     def choose(self, plan: DraftPlan) -> DraftShape:
-        """See ``Runner.choose``: a copy where all copy, else as long as one has room for."""
+        """See ``Runner.choose``: a copy if all copy, else the length that one has room for."""
         shapes = self._shapes(plan)
         most = max(shapes, key=lambda shape: (shape.size > 0, shape.num_levels))
         return most.at_most(max(self._room(shapes)))
 
     def _shapes(self, plan: DraftPlan) -> list[DraftShape]:
-        """The shape of the plan for each request, by the end of its text."""
+        """The shape in the plan for each request, given the end of its text."""
         return [request.decoder.choose(plan) for request in self.requests]
 
     def _room(self, shapes: Sequence[DraftShape]) -> list[int]:
-        """Number of levels of each request's shape that its limits allow to be kept."""
+        """Number of levels in each request's shape that its limits allow."""
         return [
             own.limits.at_most(shape, own.decoder.num_emitted).num_levels
             for own, shape in zip(self.requests, shapes, strict=True)
         ]
 
     def launch(self, plan: DraftPlan, absorb: bool = False) -> SharedRound:
-        """Draft or copy for all and start one pass that verifies it, without waiting.
+        """Draft or copy for all, and start one pass that verifies all drafts, without waiting.
 
-        Where nothing is drafted the drafter falls behind unless it is to ``absorb`` the round.
+        If nothing is drafted, the drafter falls behind unless ``absorb`` is set.
         """
         positions = [request.decoder.num_emitted for request in self.requests]
         shapes = self._shapes(plan)
@@ -231,13 +231,13 @@ class Batch:
         return launched
 
     def _asked_logprobs(self, logits: mx.array, following: mx.array) -> AskedLogprobs | None:
-        """Log-probabilities for all, as many as any request asks for; None if none asks."""
+        """Number of log-probabilities for all: the most that any asks for; None if none asks."""
         wishes = [request.decoder.num_top for request in self.requests]
         most = max((num for num in wishes if num is not None), default=None)
         return None if most is None else AskedLogprobs.of(log_softmax(logits), following, most)
 
     def _forced(self) -> list[list[int]]:
-        """Tokens a grammar forces each request to begin with, as far as a pass has room."""
+        """Tokens that a grammar forces each request to begin with, if a pass has room."""
         most = DraftShape(max(LEAST_FORCED, (MOST_FORCED + 1) // len(self.requests) - 1))
         decoders = [request.decoder for request in self.requests]
         return [
@@ -248,9 +248,9 @@ class Batch:
     def _draft(
         self, size: int, choice: BatchChoice, known: list[list[int]], is_asked: list[bool]
     ) -> tuple[mx.array, list[int]]:
-        """Drafts (B, k) that begin with what is known, and how many tokens of each count.
+        """Drafts (B, k) that begin with known tokens, and the number of valid tokens in each.
 
-        The drafter is asked where a request needs more than that.
+        The drafter is asked if a request needs more tokens than that.
         """
         num_known = list(map(len, known))
         drafts = mx.zeros((len(known), 0), mx.int32)
@@ -272,7 +272,7 @@ class Batch:
         return drafts, list(map(max, lengths, num_known))
 
     def _verify(self, tokens: mx.array) -> tuple[mx.array, mx.array | None]:
-        """One pass over tokens (B, R): logits and features; it may be cut where R is above 1."""
+        """One pass over tokens (B, R), split if necessary when R > 1: logits and features."""
         caches = self._caches.open()
         num_rows = tokens.shape[1]
         if num_rows == 1 or not any(recurrent_caches(caches)):
@@ -283,7 +283,7 @@ class Batch:
     def can_run_ahead(self, done: SharedRound) -> bool:
         """Whether all steps were plain, no request waits, and none reaches its limit.
 
-        Not with a grammar: what it forces next follows from the token.
+        Never with a grammar: what it forces next depends on the token.
         """
         return (
             done.shape.is_plain
@@ -296,7 +296,7 @@ class Batch:
         )
 
     def can_launch_before_read(self, plan: DraftPlan) -> bool:
-        """False for drafts: a request may turn out to have ended, and keeps one row at most."""
+        """False for drafts, since a request may turn out to have ended."""
         return all(shape.is_plain for shape in self._shapes(plan))
 
     def commit_plain(self, done: SharedRound) -> None:
@@ -324,9 +324,9 @@ class Batch:
                 request.logprobs += [own for own, _ in done.logprobs(b)]
 
     def acceptance_of(self, done: SharedRound) -> tuple[DraftShape, Sequence[int]] | None:
-        """Drafts that were cut short at a request's end tell little, and are left out.
+        """See ``Runner``; leaves out drafts that a request's end cut short, as they tell little.
 
-        So are those that begin with what a grammar forces, and copies beside drafts.
+        It also leaves out drafts that begin with forced tokens, and copies beside drafts.
         """
         size = done.shape.num_levels
         is_copy = done.shape.copy > 0
@@ -341,7 +341,7 @@ class Batch:
         return done.shape.at_most(tried), [done.kept[b] for b in whole]
 
     def ranks_of(self, done: SharedRound) -> Sequence[int]:
-        """None: a batch drafts chains only."""
+        """(): a batch drafts chains only."""
         return ()
 
     def copies_of(self, done: SharedRound) -> Sequence[CopySeen]:
@@ -350,11 +350,11 @@ class Batch:
     def retire(
         self, done: SharedRound, upcoming: SharedRound | None, controller: Controller
     ) -> SharedRound | None:
-        """Drop what has ended and take in what waits, with what that means for the costs."""
+        """Remove requests that have ended, and add the ones that wait."""
         return self.admit(upcoming)
 
     def admit(self, upcoming: SharedRound | None = None) -> SharedRound | None:
-        """Let requests leave and join now; returns what is in flight for those that stay.
+        """Let requests leave and join now; returns the round in flight for the rest.
 
         No request can join while a round is in flight.
         """
@@ -374,7 +374,7 @@ class Batch:
         return upcoming
 
     def _take_in(self, request: Request) -> None:
-        """Add a request at the end of the batch, and let go of its own caches."""
+        """Append a request to the batch, and release its own caches."""
         self._flush_pairs()
         decoder = request.decoder
         close_windows(decoder.cache)
@@ -407,7 +407,7 @@ class Batch:
             self._pending.clear()
 
     def _flush_pairs(self) -> None:
-        """Let the drafter absorb what was decoded plainly."""
+        """Let the drafter absorb the tokens that were decoded without it."""
         lengths = self._pending.lengths
         if lengths:
             last = None if min(lengths) == max(lengths) else mx.array(lengths) - 1
@@ -415,7 +415,7 @@ class Batch:
             self._drafts.advance(lengths)
 
     def _commit(self, done: SharedRound, lengths: list[int], roots: mx.array) -> None:
-        """Make the first ``lengths[b]`` tokens that follow part of request b."""
+        """Add the first ``lengths[b]`` tokens of the round to request b."""
         self._caches.advance(lengths)
         if done.absorbed:
             self._drafts.advance(lengths)
@@ -433,7 +433,7 @@ class Batch:
     def _accept(
         self, choice: BatchChoice, drafts: mx.array, num_drafted: list[int], logits: mx.array
     ) -> tuple[BatchVerification, mx.array]:
-        """Apply the rules to logits (B, R, V), each request's through its own processors."""
+        """Apply the rules to logits (B, R, V), after each request's own processors."""
         decoders = [request.decoder for request in self.requests]
         if not any(map(len, (decoder.processors for decoder in decoders))):
             return choice.verify(drafts, num_drafted, logits), logits

@@ -1,6 +1,6 @@
-"""Acceptance rules: they decide which draft tokens are kept, on arrays only.
+"""Acceptance rules, which decide on the device which draft tokens are kept.
 
-Rejection sampling has a file of its own, ``rejection.py``.
+Rejection sampling is in ``rejection.py``.
 
 A rule opens each round. It tells the drafter how to pick tokens, and turns the target's logits
 for the rows of the verify pass into the token that follows each row and the number of draft
@@ -20,16 +20,16 @@ from ..target_model.tree_rows import kept_path
 from .processors import LogitsProcessors
 from .sampling import Sampler, Sampling
 
-FAR = 1e4  # nats, below whatever a filter leaves
+FAR = 1e4  # nats, below anything that a filter leaves
 
 
 @dataclass(frozen=True)
 class Outcome:
     """Result of a verify pass of R rows, known to the host.
 
-    ``num_kept`` draft tokens are kept; ``following`` (R) is the token after each row. ``rows`` (R)
-    are, for a tree, the rows of the pass that these stand for, the kept branch first; None for a
-    chain, where they are in the order of the pass.
+    ``num_kept`` draft tokens are kept; ``following`` (R) has the token after each row. In a tree,
+    ``rows`` (R) are the rows of the pass in the order of ``following``, the kept branch first;
+    for a chain it is None, since the order is that of the pass.
     """
 
     num_kept: int
@@ -38,12 +38,12 @@ class Outcome:
 
     @property
     def run(self) -> list[int]:
-        """The emitted tokens: those kept, and the one that follows."""
+        """The emitted tokens: the kept ones, and the one that follows them."""
         return self.following[: self.num_kept + 1]
 
     @property
     def kept_rows(self) -> Sequence[int]:
-        """The rows of the pass, from the root on, that these follow."""
+        """The rows of the pass, from the root on, that the tokens of ``run`` follow."""
         return range(self.num_kept + 1) if self.rows is None else self.rows[: self.num_kept + 1]
 
 
@@ -55,8 +55,8 @@ TokenLogprobs = tuple[float, tuple[tuple[int, float], ...]]
 class AskedLogprobs:
     """Log-probabilities that the caller asked for, on the device, computed with the round.
 
-    ``own`` (..., R) belong to the tokens that follow R rows, ``top`` (..., R, n) are the greatest,
-    in no order, and ``ids`` (..., R, n) the tokens they belong to; n may be 0.
+    ``own`` (..., R) belong to the tokens that follow R rows, ``top`` (..., R, n) the n greatest of
+    each row, unordered, and ``ids`` (..., R, n) are their tokens; n may be 0.
     """
 
     own: mx.array
@@ -79,18 +79,18 @@ class AskedLogprobs:
         return [self.own, self.ids, self.top]
 
     def of_texts(self, index: mx.array) -> "AskedLogprobs":
-        """Select some of several texts by their places."""
+        """Select some of several texts, by index."""
         return AskedLogprobs(*(array[index] for array in self.arrays))
 
     @cached_property
     def _on_host(self) -> Any:
-        """All arrays, already computed: slicing one on the device would mean another wait."""
+        """All arrays as lists: slicing one on the device would mean another wait."""
         return [array.tolist() for array in self.arrays]
 
     def read(
         self, length: int, num_top: int | None = None, text: int | None = None
     ) -> list[TokenLogprobs]:
-        """Log-probabilities of the first ``length`` tokens, of one ``text`` of several."""
+        """Log-probabilities of the first ``length`` tokens; ``text``: which one of several."""
         arrays = self._on_host if text is None else [array[text] for array in self._on_host]
         own, ids, top = (array[:length] for array in arrays)
         rows = zip(own, ids, top, strict=True)
@@ -128,13 +128,13 @@ class Verification:
     def logprobs(self) -> mx.array:
         """Log-probabilities (R, V), in the order of ``following``.
 
-        Nothing is computed unless they are read: greedy decoding does without.
+        They are computed only if they are read; greedy decoding does not need them.
         """
         return log_softmax(self.logits if self.rows is None else self.logits[self.rows])
 
     @property
     def pending(self) -> list[mx.array]:
-        """The arrays ``read`` waits for; only the token where nothing was drafted."""
+        """The arrays that ``read`` waits for; only the token if nothing was drafted."""
         asked = [] if self.asked is None else self.asked.arrays
         if self.following.size == 1:
             return [self.following, *asked]
@@ -157,7 +157,7 @@ class Choice(Protocol):
         """The next draft token from a draft model's logits (1, Vd): an index (1,) into them.
 
         Called once per position, in order. ``ids`` (Vd,) are the tokens that the logits stand
-        for (None: all of the target's, in order). A drafter that has no logits does not call it.
+        for (None: the target's whole vocabulary). A drafter without logits does not call it.
         """
 
     def pick_children(
@@ -165,12 +165,12 @@ class Choice(Protocol):
     ) -> tuple[mx.array, mx.array]:
         """The same for a tree: from logits (m, Vd) ``count`` children of each of m nodes.
 
-        Different indices (m, count), and the log of how likely each is kept, (m, count),
+        Returns distinct indices (m, count) and the log-probability that each is kept, (m, count),
         the likeliest first. Called once per level, in order.
         """
 
     def skip(self) -> None:
-        """Leave out a pick: what is drafted there is known without one."""
+        """Skip one pick, where the draft token is known without it."""
 
     def verify(self, draft: Draft, tree_mask: mx.array | None, logits: mx.array) -> Verification:
         """Verify a draft of k tokens against the target's logits (k + 1, V).
@@ -183,7 +183,7 @@ class Choice(Protocol):
 class Rule(Protocol):
     """A way to pick and keep draft tokens, for one generation.
 
-    Its ``str`` says what the cost of a round depends on.
+    Its ``str`` names everything about the rule that the cost of a round depends on.
     """
 
     def open(self, position: int, size: int) -> Choice:
@@ -194,7 +194,7 @@ class Rule(Protocol):
 
 
 def log_softmax(logits: mx.array) -> mx.array:
-    """Log-probabilities (..., V) as mlx-lm makes them, in the type of the logits."""
+    """Log-probabilities (..., V) as mlx-lm computes them, in the dtype of the logits."""
     return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 
 
@@ -205,7 +205,7 @@ def keep_branch(
     following: mx.array,
     logits: mx.array,
 ) -> Verification:
-    """Keep the branch of the tokens that ``keep`` (k,) says; ``following`` (R,) int32 is next."""
+    """Keep the branch whose tokens all pass ``keep`` (k,); ``following`` (R,) int32 are next."""
     if tree_mask is None:  # the run at the front: [T, T, F, T] -> 2
         return Verification(following, mx.cumprod(keep.astype(mx.int32)).sum(), logits)
     rows, num_kept = kept_path(keep, tree_mask)
@@ -215,7 +215,7 @@ def keep_branch(
 def match(
     draft: Draft, tree_mask: mx.array | None, following: mx.array, logits: mx.array
 ) -> Verification:
-    """Keep what equals the choice ``following`` (R,) made after its parent."""
+    """Keep each token that equals the choice ``following`` (R,) after its parent."""
     following = following.astype(mx.int32)  # the type of the draft's tokens
     if len(draft) == 0:
         return Verification(following, mx.array(0, mx.int32), logits)
@@ -227,8 +227,8 @@ def match(
 class Match:
     """Keep a draft token iff it equals the target's own choice after its parent.
 
-    The choice is drawn row by row with the caller's sampler, so the output distribution is the
-    target's whatever was drafted; without a sampler (greedy) the text is the target's own.
+    The choice is drawn row by row with the caller's sampler, so the output has the target's
+    distribution for any draft; without a sampler (greedy) the text is the target's own.
     """
 
     sampler: Sampler | None = None
@@ -248,7 +248,7 @@ class Match:
         return likeliest(normalized(logits), count)
 
     def skip(self) -> None:
-        """Nothing is counted."""
+        """Do nothing: picks are not counted."""
 
     def verify(self, draft: Draft, tree_mask: mx.array | None, logits: mx.array) -> Verification:
         if self.sampler is None:
@@ -264,9 +264,9 @@ class Match:
 class Coupled:
     """The target draws with the Gumbel noise of the position; keep a draft token iff it agrees.
 
-    The text depends only on ``sampling``, not on the draft: same seed, same text. The draft
-    draws with the same noise, which makes it agree more often; ``drafts_greedily`` ("match")
-    drafts the most probable token instead.
+    The text depends only on ``sampling``, not on the draft: same seed, same text. The draft is
+    drawn with the same noise, so it agrees more often; with ``drafts_greedily`` ("match") it is
+    the most probable token instead.
     """
 
     sampling: Sampling
@@ -350,9 +350,9 @@ def drawn(
 ) -> tuple[mx.array, mx.array]:
     """``count`` of each row of log q (m, Vd), drawn without replacement by Gumbel noise (m, Vd).
 
-    Kool et al. 2019, arXiv:1903.06059. The likeliest of ``unfiltered`` log q follow where a filter
-    left fewer. Returns indices (m, count), as drawn, and (m, count) the log of what the
-    first, second and so on of all tokens have in q, whichever were drawn.
+    Kool et al. 2019, arXiv:1903.06059. If a filter left fewer, the likeliest of ``unfiltered``
+    log q follow. Returns the indices (m, count) as drawn, and (m, count) the greatest
+    log-probabilities in q, in order, independent of which tokens were drawn.
     """
     unfiltered = unfiltered - FAR
     is_left = log_q > -mx.inf
@@ -363,8 +363,8 @@ def drawn(
 class RowsInTurn:
     """The rows of one text's verify pass, for logits processors that must see no rejected row.
 
-    Row 0 is processed at once, each other one when the rule has accepted the way to it. What a
-    caller's sampler says of a row is drawn along with it, for it must not be drawn twice.
+    Row 0 is processed at once, every other row when the rule has accepted the path to it. If the
+    caller has a sampler, the row's token is drawn with it at once, as it must not be drawn twice.
     """
 
     def __init__(
@@ -387,12 +387,12 @@ class RowsInTurn:
 
     @property
     def are_drawn(self) -> bool:
-        """Whether a sampler has drawn already: the greatest logit is its token."""
+        """Whether a sampler has drawn the tokens: each is its row's greatest logit."""
         return self._sampler is not None
 
     @property
     def logits(self) -> mx.array:
-        """(R, V), processed as far as the rule has accepted."""
+        """Logits (R, V), processed as far as the rule has accepted."""
         return mx.concatenate(self._rows)
 
     @property

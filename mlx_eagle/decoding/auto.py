@@ -1,26 +1,26 @@
-"""Draft lengths: always the same, or the fastest of chains, trees and plain steps (``auto``).
+"""Draft lengths: a fixed one, or the fastest of chains, trees and plain steps (``auto``).
 
-A round that drafts shape s emits E(s) tokens in t(s) seconds, a plain step one in t(plain):
+A round that drafts shape s emits E(s) tokens in t(s) seconds, a plain step one token in t(plain):
 
     gain(s) = E(s) t(plain) / t(s)
 
-and the shape with the greatest gain is drafted, none where that stays below 1. E comes from the
-share of drafts kept lately at each place, of trees also from all that they emitted. t is told by
-the rounds: ``round_costs.py``. A shape is tried where its gain would be the greatest if its cost
-were less, by a standard deviation or, while trying has lost little, by more, as long as that loses
-little if the cost is one more; early in a text no tree that is believed to cost more than drafts
-emit. In doubt known shapes are tried, and plain steps timed, once more. Times of a busy machine
-say little, so t(s) / t(plain) is never taken for less than 1.05, and plain steps are timed again
-whenever 12 rounds have emitted less than 1.2 tokens each. Two tables at the end of this file say
-what is done when: ``WHILE_OFF`` and ``WHILE_DRAFTING``.
-A shape is chosen before the round under way is read, and a round recorded once the next one is
-launched. What the requests of a batch accept is pooled.
+The shape with the greatest gain is drafted, or none if all gains are below 1. E comes from the
+share of drafts kept lately at each place; for trees also from the tokens they have emitted. t is
+estimated from the rounds so far (``round_costs.py``). A shape is tried if its gain would be the
+greatest with a cost one standard deviation lower (or more, while trying has lost little), and if
+little is lost with a cost one deviation higher. Early in a text no tree is tried that is believed
+to cost more than drafts emit. In doubt known shapes are tried, and plain steps timed, once more.
+Times of a busy machine say little, so t(s) / t(plain) is never taken to be less than 1.05, and
+plain steps are timed again whenever 12 rounds have emitted less than 1.2 tokens each. Two tables
+at the end of this file are the policy: ``WHILE_OFF`` and ``WHILE_DRAFTING``. A shape is chosen
+before the current round is read, and a round is recorded after the next one is launched. The
+requests of a batch share one estimate of acceptance.
 
-Copies of the text (``drafters/copies.py``) are further shapes, with costs of their own. How many
-of their tokens are right is known by the length of the match before them, and seen after every
-round; so they are never tried for that. The match is known only once the round is read, so a shape
-is chosen ahead for each class of matches: the copy with the greatest gain, where that is above the
-draft's. What copies have accepted never enters what is known of drafts.
+Copies of the text (``drafters/copies.py``) are further shapes, with their own costs. The length of
+the match before a copy predicts how many of its tokens are right, and every round shows whether
+they were; so no copy is tried to find that out. The match is known only when the round is read, so
+a shape is chosen ahead for each class of matches: the copy with the greatest gain, if it is above
+the draft's. Acceptance of copies and of drafts is counted separately.
 """
 
 import math
@@ -45,36 +45,36 @@ from ..target_model.kernels import OptionTrial
 from .round_costs import Estimate, RoundCosts
 from .stats import OFF, ON, PROBE, DraftingEvent
 
-PAIR_MEMORY = 0.995  # of what texts accepted, a round later: half is forgotten in 138
+PAIR_MEMORY = 0.995  # weight kept per round by what texts accepted: half is forgotten in 138
 TIMED_PLAIN = 4  # plain steps in a row to time: the first and the last are not comparable
-AGAIN = 64  # tokens before plain steps are timed again that are unknown or in doubt
-LATER = 512  # the same where the best draft gains little
-EARLY = 150  # tokens of a text, before which no tree is tried that is believed too dear
+AGAIN = 64  # tokens before plain steps are timed again whose cost is unknown or in doubt
+LATER = 512  # the same if the best draft gains little
+EARLY = 150  # tokens of a text, before which no tree is tried that seems too expensive
 LITTLE = 1.2  # tokens a round, below which plain steps are timed again
-LITTLE_ROUNDS = 12  # after that many: what they lose is less than what they can save
-PROBE_ROUNDS = 6  # of a probe, before drafting is said to be on
-TRIAL_LOSS = 1.5  # plain steps that drafts must have lost before drafting is turned off
-LEAST_COST = 1.05  # plain steps: a draft adds rows to a pass and a head's, whatever times say
-TOO_SLOW = 0.98  # gain below which it is: acceptance is never known exactly
-FORGET = 0.3  # of the evidence on acceptance is left when a probe begins
-PROBE_BUDGET = 0.01  # of plain decoding's time, lost in probes, and in rounds until they begin
+LITTLE_ROUNDS = 12  # after this many: they lose less than the timing can save
+PROBE_ROUNDS = 6  # in a probe, before drafting is declared to be on
+TRIAL_LOSS = 1.5  # plain steps that drafts have to lose before drafting is turned off
+LEAST_COST = 1.05  # plain steps: a draft adds rows and head passes, whatever was measured
+TOO_SLOW = 0.98  # gain below which drafts are: acceptance is never known exactly
+FORGET = 0.3  # share of the evidence on acceptance that is left when a probe begins
+PROBE_BUDGET = 0.01  # share of plain decoding's time that probes and rounds before may lose
 FEWEST = 64  # tokens between two probes, at least
-MOST = 1024  # and at most
+MOST = 1024  # tokens between two probes, at most
 ALMOST_ALWAYS = 0.9  # the highest acceptance of any drafter on a text
-DOUBT = 1.2  # standard deviations that a known cost must be off for its shape to be tried again
-WORTH_TRYING = 1.03  # of the best gain, that a shape to be tried must promise
+DOUBT = 1.2  # standard deviations by which a known cost may be off when a shape is tried again
+WORTH_TRYING = 1.03  # times the best gain: what a shape must promise to be tried
 LAST_HOPE = 1.2  # gain that an untried shape must promise before drafting is turned off
 TRYING_LOSS = 1.0  # plain steps that trying shapes may lose
-TRYING_SHARE = 0.04  # and this many more per token
+TRYING_SHARE = 0.04  # plain steps more for each token
 
-MOST_SHARED_ROWS = 32  # of a pass for several requests in which copies are longer than 7 tokens
+MOST_SHARED_ROWS = 32  # of a pass of a batch with copies longer than 7 tokens
 
-FIXED_PRIOR = 0.5  # share of drafts accepted where none was seen, to compare copies with
+FIXED_PRIOR = 0.5  # assumed share of drafts accepted before any was, to compare with copies
 
 
 @dataclass
 class FixedController:
-    """Always the same shape, or a copy of at most ``copy_size`` tokens where that promises more.
+    """Always the same shape, or a copy of up to ``copy_size`` tokens if it promises more.
 
     ``drafting_off``: decoding is plain, so the drafter may fall behind.
     """
@@ -131,10 +131,10 @@ def fixed_controller(size: int, has_drafts: bool, copies: bool) -> FixedControll
 
 
 class AdaptiveController:
-    """The fastest shape by what was accepted lately; plain decoding where no draft is faster.
+    """The fastest shape, given what was accepted lately; plain decoding if no draft is faster.
 
     While drafting is off, a few rounds are drafted now and then to see whether the text has
-    changed; how often follows from what the last ones lost.
+    changed: the more the last ones lost, the later.
     """
 
     def __init__(
@@ -146,11 +146,11 @@ class AdaptiveController:
         trial: OptionTrial | None = None,
         copies: bool = False,
     ):
-        """``can_draw``: whether the trees among ``shapes`` can be; asked before the first one.
+        """``can_draw``: whether the trees in ``shapes`` can be drafted, asked before the first.
 
         ``copies``: whether copies of the text are among the shapes to choose from.
         """
-        self.drafting_off = self.never_pays = False  # the latter: whatever is accepted
+        self.drafting_off = self.never_pays = False  # the latter: even if all is accepted
         self.events: list[DraftingEvent] = []
         self._costs = costs
         self._num_requests = num_requests
@@ -159,24 +159,24 @@ class AdaptiveController:
         self._shapes = [shape for shape in shapes if shape not in costs.failed]
         self._copies = [shape for shape in COPIES if copies and shape not in costs.failed]
         self._copied = CopyAcceptance(costs.copies)
-        self._has_answers = False  # whether another answer has matched
-        self._priced: list[DraftShape] = []  # by the latest plans: cut by confidence, or PLAIN
-        self._tried_copies: dict[DraftShape, float] = {}  # planned to be tried, beside what gain
+        self._has_answers = False  # whether the text has matched another answer
+        self._priced: list[DraftShape] = []  # by the latest plans, to be cut by confidence
+        self._tried_copies: dict[DraftShape, float] = {}  # with the gain they compete with
         self._can_draw = can_draw
         self._is_asked = False
         self._trial = trial
         self._accepted = Acceptance(costs.acceptance, max((s.size for s in shapes), default=1))
         self._best_draft = PLAIN, 0.0  # with its gain
-        self._latest = PLAIN  # chosen; perhaps not recorded yet
-        self._is_timing = False  # off for a few steps, to see what they cost
+        self._latest = PLAIN  # the latest choice, perhaps not recorded yet
+        self._is_timing = False  # drafting is off for a few steps, to time them
         self._num_tokens = 0
-        self._emitted: list[float] = []  # by the latest rounds since plain steps were timed
+        self._emitted: list[float] = []  # tokens of the latest rounds since plain steps were timed
         self._probe_left = 0
-        self._plain_left = 0.0  # plain steps
-        self._tries: dict[DraftShape, tuple[int, float]] = {}  # and plain steps they were worth
-        self._rounds: list[tuple[DraftShape, float]] = []  # and worth, since drafts were level
-        self._known: dict[DraftShape, Estimate] = {}  # made when asked for, after each record
-        # The token after which plain steps were timed; after earlier texts, this one comes first.
+        self._plain_left = 0.0  # plain steps to take before drafting again
+        self._tries: dict[DraftShape, tuple[int, float]] = {}  # number, worth in plain steps
+        self._rounds: list[tuple[DraftShape, float]] = []  # and worth, since drafts broke even
+        self._known: dict[DraftShape, Estimate] = {}  # computed on demand after each record
+        # The token after which plain steps were timed: early, unless earlier texts timed them.
         self._plain_timed = AGAIN * (self._estimates[PLAIN].is_known) - LATER
         if shapes:
             self._give_up()
@@ -196,17 +196,17 @@ class AdaptiveController:
             return self._shared_plan(shape, matches)
         gain = max(1.0, self._gain(shape))
         own = tuple(self._or_copy(shape, gain, least) for least in LEAST_MATCHES)
-        if not self._has_answers:  # a first match in an answer is only watched
+        if not self._has_answers:  # the first match in an answer is only watched
             return DraftPlan(shape, own, prices=prices)
         others = tuple(self._or_copy(shape, gain, least, True) for least in LEAST_MATCHES)
         return DraftPlan(shape, own, others, prices)
 
     def _prices(self, shape: DraftShape) -> dict[int, float]:
-        """Prices of chains up to ``shape``: see ``DraftPlan``. {} unless it is the best one."""
+        """Prices of chains up to ``shape``, as in ``DraftPlan``; {} unless it is the best one."""
         if self._num_requests > 1 or shape.size < 2 or shape.tree is not None:
             return {}
         best, gain = self._best_draft
-        if shape != best:  # to be tried as it is
+        if shape != best:  # a try must have its full length
             return {}
         shorter = (s for s in self._shapes if s.tree is None and s.size <= shape.size)
         return {s.size: max(1.0, gain) * self._cost(s) for s in shorter}
@@ -214,7 +214,7 @@ class AdaptiveController:
     def _or_copy(
         self, shape: DraftShape, gain: float, match_length: int, is_answer: bool = False
     ) -> DraftShape:
-        """Choose a copy behind such a match if it gains more than the draft's ``gain``."""
+        """Choose a copy after a match of that length if it gains more than the draft."""
         sums = self._copied_tokens(match_length, is_answer)
         expected = {copy: sums[copy.copy] for copy in self._copies}
         best, most = self._best(expected)
@@ -228,16 +228,16 @@ class AdaptiveController:
         return tried
 
     def _copied_tokens(self, match_length: int, is_answer: bool) -> list[float]:
-        """Tokens that copies of 0, 1, 2 and so on emit behind such a match."""
+        """Expected tokens of copies of 0, 1, 2 ... tokens after a match of that length."""
         if match_length == 0:
             return [1.0] * (MOST_COPIED + 1)
         chances = self._copied.along(match_length, MOST_COPIED, is_answer)
         return list(accumulate(chances, initial=1.0))
 
     def _shared_plan(self, shape: DraftShape, matches: Sequence[TextMatch]) -> DraftPlan:
-        """Choose one length for a batch: each request drafts it, or copies it if that is more.
+        """Choose one length for a batch; each request drafts it, or copies if that promises more.
 
-        By their ``matches`` before the round under way, which mostly go on.
+        ``matches`` are from before the current round; most of them continue.
         """
         num = self._num_requests
         sums = [self._copied_tokens(match.length, match.is_answer) for match in matches]
@@ -265,11 +265,11 @@ class AdaptiveController:
         return DraftPlan(draft, by_match(False), by_match(True))
 
     def _gain(self, shape: DraftShape) -> float:
-        """Gain of a draft, by the estimate of its cost."""
+        """Gain of a draft, by the estimated cost."""
         return self._accepted.expected_tokens(shape) / self._cost(shape)
 
     def _next_shape(self, num_tokens: int) -> DraftShape:
-        """Do what the first row of the policy says that holds."""
+        """Do what the first matching row of the policy says."""
         self._num_tokens = num_tokens
         if self.drafting_off:
             best = PLAIN, 0.0
@@ -290,7 +290,7 @@ class AdaptiveController:
         self._costs.copies.learn(copies)
         self._has_answers = self._has_answers or any(seen.is_answer for seen in copies)
         if shape != PLAIN and shape not in (*self._shapes, *self._copies):
-            return  # cut to what was left of the text
+            return  # cut to the end of the text
         if kept:
             self._emitted = [*self._emitted[-LITTLE_ROUNDS + 1 :], sum(kept) / len(kept) + 1]
         if kept and shape in self._tried_copies:
@@ -320,7 +320,7 @@ class AdaptiveController:
             self._note(ON, reason.format(*best))
 
     def disable_shape(self, shape: DraftShape, error: RuntimeError) -> bool:
-        """It can if that shape never ran here; it is drafted no more then, which is said once."""
+        """It can if that shape never ran here; it is then left out, with a note the first time."""
         if self._costs.has_run(shape):
             return False
         if shape not in self._costs.failed:
@@ -354,7 +354,7 @@ class AdaptiveController:
             self._rounds.clear()
 
     def _count_try(self, shape: DraftShape, worth: float) -> None:
-        """Count a round that was a try, ``worth`` that many plain steps."""
+        """Count a round as a try that was ``worth`` a number of plain steps."""
         tries, before = self._tries.get(shape, (0, 0.0))
         self._tries[shape] = tries + 1, before + worth
 
@@ -371,7 +371,7 @@ class AdaptiveController:
         return self._known
 
     def _lost(self) -> float:
-        """Plain steps that drafts have lost since they were last level, by today's estimates."""
+        """Plain steps that drafts have lost since they broke even, by the current estimates."""
         return sum(self._cost(s) - num for s, num in self._rounds if s in self._estimates)
 
     def _cost(self, shape: DraftShape) -> float:
@@ -380,7 +380,7 @@ class AdaptiveController:
         return cost if shape.is_plain else max(LEAST_COST, cost)
 
     def _best(self, expected: Mapping[DraftShape, float]) -> tuple[DraftShape, float]:
-        """The timed shape with the greatest gain, and the gain; a plain step where none is.
+        """The timed shape with the greatest gain, and the gain; (PLAIN, 0) if none was timed.
 
         ``expected`` are the tokens that a round of each shape emits.
         """
@@ -391,7 +391,7 @@ class AdaptiveController:
     def _worth_trying(
         self, best: DraftShape, gain: float, expected: Mapping[DraftShape, float]
     ) -> DraftShape | None:
-        """A shape that might be faster than ``best`` with its ``gain``, if that loses little."""
+        """A shape that may be faster than ``best`` with its ``gain``, if a try loses little."""
         tries = ((s, *tried) for s, tried in self._tries.items() if s in self._estimates)
         lost = sum(num_tries * self._cost(s) - worth for s, num_tries, worth in tries)
         left = TRYING_LOSS + TRYING_SHARE * self._num_tokens - lost
@@ -411,38 +411,38 @@ class AdaptiveController:
                 promises[shape] = promise
         return max(promises, key=promises.__getitem__, default=None)
 
-    # What may hold of the best draft and its gain, by which the policy decides:
+    # Conditions of the policy, on the best draft and its gain:
 
     def _always(self, shape: DraftShape, gain: float) -> bool:
         return True
 
     def _has_waited(self, shape: DraftShape, gain: float) -> bool:
-        """Whether drafting was off for as long as it was to be."""
+        """Whether drafting has been off for as long as intended."""
         return self._plain_left < 1
 
     def _knows_no_cost(self, shape: DraftShape, gain: float) -> bool:
-        """Whether no draft was timed yet."""
+        """Whether no draft has been timed yet."""
         return shape == PLAIN and bool(self._shapes)
 
     def _has_lost(self, shape: DraftShape, gain: float) -> bool:
-        """Whether drafts are too slow now, and have been."""
+        """Whether drafts are too slow now, and have been for some time."""
         return gain < TOO_SLOW and self._lost() > TRIAL_LOSS
 
     def _emits_little(self, shape: DraftShape, gain: float) -> bool:
-        """Whether rounds emit so little that plain steps must be timed, whatever is believed.
+        """Whether rounds emit so little that plain steps must be timed in any case.
 
-        Where the pace of a machine changes with every round, what is believed may be far off.
+        If the pace of a machine changes with every round, the estimates may be far off.
         """
         if len(self._emitted) < LITTLE_ROUNDS:
             return False
         return sum(self._emitted) < LITTLE * LITTLE_ROUNDS
 
     def _has_hope(self, shape: DraftShape, gain: float) -> bool:
-        """Whether drafts have lost, but one that was never tried may gain."""
+        """Whether drafts have lost, but a shape that was never tried may gain."""
         return self._has_lost(shape, gain) and self._last_hope() is not None
 
     def _last_hope(self) -> DraftShape | None:
-        """A shape never tried that gains if its cost is a deviation less than is thought."""
+        """An untried shape that gains if its cost is one deviation below the estimate."""
         plain = self._estimates[PLAIN].seconds
         promises = {}
         for shape, num_tokens in self._drafted.items():
@@ -453,7 +453,7 @@ class AdaptiveController:
         return shape if promises.get(shape, 0.0) > LAST_HOPE else None
 
     def _has_to_time_plain(self, shape: DraftShape, gain: float) -> bool:
-        """Whether plain steps must be timed: their cost is unknown, in doubt, or old and close."""
+        """Whether to time plain steps: their cost is unknown, in doubt, or old and close."""
         age = self._num_tokens - self._plain_timed
         known = self._estimates
         doubt = math.exp(max(known[PLAIN].error, known[shape].error))
@@ -462,15 +462,15 @@ class AdaptiveController:
             return age > AGAIN
         return age >= LATER and gain < doubt and not self._rounds
 
-    # What the policy does then, with the shape to run:
+    # Actions of the policy; they return the shape to run:
 
     def _wait(self, shape: DraftShape, gain: float) -> DraftShape:
-        """Take one of the plain steps to be taken."""
+        """Take one of the plain steps that are left."""
         self._plain_left -= 1
         return PLAIN
 
     def _turn_on(self, shape: DraftShape, gain: float) -> DraftShape:
-        """Draft again: where plain steps were timed as before, else for a probe."""
+        """Draft again: as before if plain steps were only timed, else as a probe."""
         self.drafting_off = False
         self._plain_timed = self._num_tokens
         if self._is_timing:
@@ -483,7 +483,7 @@ class AdaptiveController:
         return self._next_shape(self._num_tokens)
 
     def _time_plain(self, shape: DraftShape, gain: float) -> DraftShape:
-        """Begin a few plain steps, to see what they cost."""
+        """Begin a few plain steps to time them."""
         self.drafting_off = True
         self._is_timing = True
         self._emitted = []
@@ -498,7 +498,7 @@ class AdaptiveController:
         return self._unless_undrawable(self._last_hope() or shape)
 
     def _stop(self, shape: DraftShape, gain: float) -> DraftShape:
-        """Turn drafting off until a probe costs little beside what plain steps have brought."""
+        """Turn drafting off until a probe costs little compared with the plain steps."""
         self._turn_off(
             f"with {self._accepted.places[0]:.0%} of first drafts accepted, the best length "
             f"({shape}) would give {gain:.2f}x",
@@ -513,7 +513,7 @@ class AdaptiveController:
         return self._unless_undrawable(tried or shape)
 
     def _unless_undrawable(self, shape: DraftShape) -> DraftShape:
-        """The shape; before the first tree, ask whether trees can be drawn, or choose again."""
+        """``shape``, unless it is a tree and trees cannot be drafted: then choose again."""
         self._latest = shape
         if shape.tree is not None and not self._is_asked:
             self._is_asked = True
@@ -523,7 +523,7 @@ class AdaptiveController:
         return shape
 
     def _give_up(self) -> None:
-        """Stop drafting for good if no draft can run, or none could ever be faster."""
+        """Stop drafting for good if no draft can run, or none can ever be faster."""
         known = self._estimates
         always = [ALMOST_ALWAYS]
         chances = {s: expected_tokens(always, s) / known[s].off(-1.0) for s in self._shapes}
@@ -554,7 +554,7 @@ WHILE_OFF: tuple[tuple[Holds, Act], ...] = (
     (AdaptiveController._has_waited, AdaptiveController._turn_on),
     (AdaptiveController._always, AdaptiveController._wait),
 )
-"""The policy while drafting is off: if this holds (and nothing above), do that."""
+"""The policy while drafting is off: the action of the first condition that holds."""
 
 WHILE_DRAFTING: tuple[tuple[Holds, Act], ...] = (
     (AdaptiveController._emits_little, AdaptiveController._time_plain),
@@ -564,4 +564,4 @@ WHILE_DRAFTING: tuple[tuple[Holds, Act], ...] = (
     (AdaptiveController._has_lost, AdaptiveController._stop),
     (AdaptiveController._always, AdaptiveController._draft),
 )
-"""The policy while there are drafts."""
+"""The policy while drafting is on."""

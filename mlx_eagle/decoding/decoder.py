@@ -1,6 +1,6 @@
 """One request being decoded: the steps of a round, on the target's caches and the drafter's.
 
-What happens here is how a round is built, committed and undone; ``loop.py`` decides when.
+This module builds, commits and undoes rounds; ``loop.py`` decides when.
 """
 
 import time
@@ -27,18 +27,18 @@ from .draft import propose
 from .processors import LogitsProcessors, ask_grammars
 from .stats import Stats
 
-MOST_BEHIND = 256  # tokens that a drafter falls behind while all is copied: features take memory
+MOST_BEHIND = 256  # tokens that a drafter may fall behind during copies: features take memory
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a generation; ``max_tokens`` -1 is no limit."""
+    """Limits of a generation; ``max_tokens`` -1 means no limit."""
 
     max_tokens: int
     stop_tokens: Collection[int]
 
     def cut(self, run: list[int], num_emitted: int) -> list[int]:
-        """``run`` up to its first stop token, included, and to max_tokens in all."""
+        """``run`` up to and including its first stop token, and to ``max_tokens`` in all."""
         if self.max_tokens >= 0:
             run = run[: self.max_tokens - num_emitted]
         for i, token in enumerate(run):
@@ -58,13 +58,13 @@ class Limits:
         return not 0 <= self.max_tokens <= num_emitted
 
     def end(self, token: int) -> bool:
-        """Whether the sequence ends with this token."""
+        """Whether this token ends the sequence."""
         return token in self.stop_tokens
 
 
 @dataclass
 class Round:
-    """A verify pass in flight, and then its result: row 0 is the root, row i + 1 draft token i."""
+    """A verify pass in flight, later its result: row 0 is the root, row i + 1 draft token i."""
 
     position: int
     shape: DraftShape
@@ -74,13 +74,13 @@ class Round:
     target_rows: Checkpoint
     draft_checkpoint: Checkpoint
     num_head_forwards: int = 0  # of the drafter since prefill, this round included
-    absorbed: bool = False  # by the drafter; otherwise kept until it catches up
+    absorbed: bool = False  # by the drafter; if not, its pairs are kept until it catches up
     committed: bool = False
-    is_forced: bool = False  # the draft begins with what a grammar forces
+    is_forced: bool = False  # the draft begins with tokens that a grammar forces
     copy_seen: CopySeen | None = None  # once read: what a copy in its place would have come to
     _outcome: Outcome | None = None
     run: list[int] = field(default_factory=list)  # the tokens emitted, once read and committed
-    num_taken: int = 0  # of them, by the caller
+    num_taken: int = 0  # tokens of ``run`` that the caller has taken
 
     @property
     def num_drafted(self) -> int:
@@ -92,13 +92,13 @@ class Round:
         return self.shape.copy > 0
 
     def read(self) -> Outcome:
-        """Wait for the device: what stays of the draft, and what follows."""
+        """Wait for the device; return the kept part of the draft and the token after it."""
         self._outcome = self.verification.read()
         return self._outcome
 
     @property
     def outcome(self) -> Outcome:
-        """Result of the rule, once the round was read."""
+        """Result of the rule, once the round has been read."""
         if self._outcome is None:
             raise RuntimeError("the round has not been read yet")
         return self._outcome
@@ -107,8 +107,8 @@ class Round:
     def tried_shape(self) -> DraftShape | None:
         """The drafted shape, for the controller to learn from; None if no draft was asked for.
 
-        A drafter that had nothing to propose counts as one whose first token was not accepted.
-        What a grammar forces says nothing of a drafter.
+        A drafter that proposed nothing counts as one whose first token was not accepted. Tokens
+        that a grammar forces say nothing about a drafter.
         """
         if self.is_forced or self.shape.is_plain:
             return None
@@ -118,9 +118,9 @@ class Round:
 
     @property
     def ranks(self) -> list[int]:
-        """Rank of each kept token of a tree among its siblings, 0 the likeliest, once read.
+        """Rank of each kept token of a tree among its siblings, 0 for the likeliest, once read.
 
-        Ends with -1 if the last one had children but none was kept. [] for a chain.
+        Ends with -1 if the last kept token had children, but none was kept. [] for a chain.
         """
         branch = list(self.outcome.kept_rows)
         parents = self.draft.known_parents()
@@ -131,7 +131,7 @@ class Round:
         return [rows.index(row) for rows, row in pairs] + [-1] * bool(children[-1])
 
     def count(self, stats: Stats) -> None:
-        """Add the round to ``stats``; if its run was cut, only what is left of it."""
+        """Add the round to ``stats``; if its run was cut, only the part that is left."""
         num_accepted = min(self.outcome.num_kept, len(self.run))
         stats.record(
             self.num_drafted,
@@ -144,15 +144,15 @@ class Round:
 
     @property
     def known_run(self) -> list[int]:
-        """The tokens it emits, as far as they were read."""
+        """The tokens that the round emits, if it has been read; else []."""
         return [] if self._outcome is None else self._outcome.run
 
     def last_row(self, length: int) -> int:
-        """The row of the pass that the last of ``length`` tokens follows."""
+        """The row of the pass after which the last of ``length`` tokens comes."""
         return length - 1 if self._outcome is None else self._outcome.kept_rows[length - 1]
 
     def keep_run(self, length: int) -> None:
-        """Cut the caches, but for recurrent states, to the rows that led to ``length`` tokens."""
+        """Cut the caches, except recurrent states, to the rows that led to ``length`` tokens."""
         if self._outcome is None or self._outcome.rows is None:
             if length <= self.num_drafted:
                 self._cut_drafter(length)
@@ -175,7 +175,7 @@ class Round:
 
 
 class StopPoint(Enum):
-    """Where a generation stopped, by what is left to do to its caches."""
+    """Point at which a generation stopped; it determines what its caches still need."""
 
     INSIDE_RUN = "the last round emitted more than was taken, or it failed: the rest is undone"
     NEXT_IN_FLIGHT = "all was taken; the next round has run the last token already"
@@ -183,20 +183,20 @@ class StopPoint(Enum):
 
 
 def stop_point(last: Round, upcoming: Round | None) -> StopPoint:
-    """Where a generation stands whose ``last`` round was begun to be read."""
+    """The point at which a generation stops while the caller takes its ``last`` round."""
     if not last.run or last.num_taken < len(last.run):
         return StopPoint.INSIDE_RUN
     return StopPoint.AT_ROOT if upcoming is None else StopPoint.NEXT_IN_FLIGHT
 
 
 class Decoder:
-    """Everything one generation holds, and the steps of a round.
+    """The state of one generation, and the steps of a round.
 
-    At every round boundary, with N tokens committed (prompt and emitted), the target's cache
-    holds N - 1 positions, all but the root, and the drafter has absorbed N - 1 pairs.
+    Between rounds, with N tokens committed (prompt and emitted), the target's cache holds N - 1
+    positions, all but the root, and the drafter has absorbed N - 1 pairs.
     """
 
-    is_exact = False  # each row of a pass is a plain step of its own: see ``target.row_by_row``
+    is_exact = False  # each row of a pass is its own plain step: ``target_model/row_by_row.py``
 
     def __init__(
         self,
@@ -218,18 +218,18 @@ class Decoder:
         self.stream = stream
         self.copies = copies
         self.root = mx.zeros((1,), mx.int32)
-        self.root_embedding: mx.array | None = None  # (1, h), of a prompt that was given so
+        self.root_embedding: mx.array | None = None  # (1, h), if embeddings were given
         self.history = mx.zeros((0,), mx.int32)  # for logits processors: up to the root
         self.prefill_time = 0.0  # seconds
         self.num_emitted = 0
         self.num_reruns = 0
-        self.discards_features = False  # from now on nothing is kept that it could absorb
+        self.discards_features = False  # from now on no features are kept for the drafter
         self.options = KernelOptions()
-        self.num_top: int | None = None  # log-probabilities asked for beside a token's own, if any
-        self._is_seeded = True  # what the drafter starts from can be computed
+        self.num_top: int | None = None  # log-probabilities to return beside a token's; None: none
+        self._is_seeded = True  # the drafter has what its next draft starts from
         self._prefill_forwards = 0
         self._pending = PendingPairs()
-        self._committed: Checkpoint | None = None  # of the target, in the last round
+        self._committed: Checkpoint | None = None  # the target's, before the last round
 
     @property
     def num_head_forwards(self) -> int:
@@ -237,7 +237,7 @@ class Decoder:
         return self.drafter.num_forwards - self._prefill_forwards
 
     def use(self, options: KernelOptions) -> None:
-        """Compute rounds by these options from now on."""
+        """Use these options for all rounds from now on."""
         self.options = options
         self.target.attention.use(options.splits_attention, options.forces_fused)
         self.drafter.use_overlay(options.uses_overlay)
@@ -249,9 +249,9 @@ class Decoder:
         progress: Callable[[int, int], None],
         embeddings: mx.array | None = None,
     ) -> None:
-        """Run prompt (n,) but its last token, chunk by chunk, through target and drafter.
+        """Run all but the last token of prompt (n,), in chunks, through target and drafter.
 
-        ``embeddings`` (n, h) stand for its tokens, of which there may then be none (0,).
+        ``embeddings`` (n, h), if given, replace its tokens; the prompt may then be empty (0,).
         """
         total = (prompt if embeddings is None else embeddings).shape[0]
         begun = time.perf_counter()
@@ -263,9 +263,9 @@ class Decoder:
     def prefill_chunks(
         self, prompt: mx.array, step_size: int, embeddings: mx.array | None = None
     ) -> Iterator[int]:
-        """``prefill`` as an iterator, so that others can use the device between chunks.
+        """``prefill`` as an iterator, so that other work can use the device between chunks.
 
-        Yields the number of positions done.
+        Yields the number of positions that are done.
         """
         last = (prompt if embeddings is None else embeddings).shape[0] - 1
         self.root = prompt[-1:]
@@ -280,14 +280,14 @@ class Decoder:
             yield end
 
     def _text(self) -> np.ndarray:
-        """The tokens that are known so far: with copies, those of earlier turns too."""
+        """The tokens known so far; with copies, also the tokens of earlier turns."""
         return np.array(self.history) if self.copies is None else self.copies.text.tokens
 
     def _prefill_chunk(self, tokens: mx.array, embeddings: mx.array | None) -> None:
         """Run tokens (m,) or embeddings (m, h) through target and drafter.
 
-        The last token's features wait for the token that comes next, as between requests. A
-        failure changes neither.
+        The last token's features wait for the next token, as between requests. A failure leaves
+        the caches of both as they were.
         """
         seen = tokens if embeddings is None else embeddings
         with self._undone_on_failure(Checkpoint(self.cache), Checkpoint(self.drafter.cache)):
@@ -308,7 +308,7 @@ class Decoder:
 
     @contextmanager
     def _undone_on_failure(self, *checkpoints: Checkpoint) -> Iterator[None]:
-        """Roll back if the block fails: an error or a Ctrl-C must leave no half pass in caches."""
+        """Roll back if the block fails: an error or Ctrl-C must leave no partial pass behind."""
         finished = False
         try:
             yield
@@ -324,12 +324,11 @@ class Decoder:
     ) -> Round:  # fmt: skip
         """Build one round that drafts ``shape``, and start it without waiting.
 
-        A shape of size 0 is a step of plain decoding: unless it is to ``absorb`` the step, the
-        drafter falls behind, and catches up before it proposes again. It does absorb the step
-        after a round that failed, for that may have left it nothing to start from. In front of
-        what is drafted come up to ``most_forced`` tokens that a grammar forces, if it does. Where
-        the shape is a copy, the drafter does not draft, and absorbs the round later. For
-        ``prices`` see ``DraftPlan``.
+        A shape of size 0 is a step of plain decoding: unless ``absorb`` is set, the drafter falls
+        behind, and catches up before it proposes again. After a round that failed it absorbs the
+        step in any case, since it may have nothing to start from. Up to ``most_forced`` tokens
+        that a grammar forces come before the drafted ones. If the shape is a copy, the drafter
+        does not draft, and absorbs the round later. For ``prices`` see ``DraftPlan``.
         """
         if not self.is_exact:
             open_windows(self.cache)
@@ -345,7 +344,7 @@ class Decoder:
             self.flush_pairs()
         before_draft = Checkpoint(self.drafter.cache)
         self._is_seeded = False
-        # 1. Draft: the drafter proposes what may follow the root, or it is copied.
+        # 1. Draft: tokens that may follow the root are proposed by the drafter, or copied.
         with self._undone_on_failure(before_draft), mx.stream(self.stream):
             choice = self.rule.open(self.num_emitted, shape.num_levels)
             draft = Draft(mx.array(copied, mx.int32)) if copied else None
@@ -353,7 +352,7 @@ class Decoder:
             if is_drafted:
                 # The device drafts while the host builds the target's pass, the larger graph.
                 mx.async_eval(draft.tokens)
-            self.restore_states()  # which it is not made from
+            self.restore_states()  # the draft does not depend on them
             tree_mask = draft.tree_mask()
             tokens = self.root
             if len(draft) > 0:
@@ -362,7 +361,7 @@ class Decoder:
         with self._undone_on_failure(before_pass, before_draft), mx.stream(self.stream):
             # 2. Verify: one pass of the target over the root and the draft.
             logits, features = self._verify(tokens, draft, tree_mask, before_pass)
-            # 3. Accept: the rule keeps what the target agrees with, and the drafter absorbs it.
+            # 3. Accept: the rule keeps what the target agrees with; the drafter absorbs it.
             verification = self._accept(choice, draft, tree_mask, logits).asking(self.num_top)
             if verification.rows is not None and features is not None:
                 features = features[verification.rows]
@@ -380,7 +379,7 @@ class Decoder:
     def _propose(
         self, shape: DraftShape, choice: Choice, forced: list[int], prices: Mapping[int, float]
     ) -> Draft:
-        """A draft, cut to what is worth verifying at these ``prices``."""
+        """A draft, cut to the tokens that are worth verifying at these ``prices``."""
         return propose(self.drafter, CacheView(self.cache), shape, choice, forced).worth(prices)
 
     def _checkpoint(self, tokens: mx.array, is_tree: bool) -> Checkpoint:
@@ -388,27 +387,27 @@ class Decoder:
         num_rows = tokens.shape[0]
         if self.is_exact and num_rows > 1:
             return checkpoint_of_rows(self.cache, is_tree)
-        # It is not named in there: it would keep itself and all caches alive.
+        # The lambda must not refer to the checkpoint: both, and all caches, would stay alive.
         return Checkpoint(self.cache, lambda kept: self._rerun(tokens[:kept]), num_rows)
 
     def _verifiable(self, shape: DraftShape) -> DraftShape:
-        """Cut ``shape`` to what fits before caches are quantized, or attention's scale grows."""
+        """Cut ``shape`` to what fits before caches are quantized or attention's scale changes."""
         if shape.tree is not None and not self.target.can_verify_tree(self.cache, shape.num_rows):
             return PLAIN
         return shape.at_most(self.quantization.fit(shape.num_levels, self.cache))
 
     def choose(self, plan: DraftPlan) -> DraftShape:
-        """The shape of ``plan`` for the text as it was read."""
+        """The shape in ``plan`` for the text read so far."""
         if self.copies is None or not plan.by_match:
             return plan.shape
         return plan.behind(self.copies.match.length, self.copies.match.is_answer)
 
     def see(self, run: list[int]) -> CopySeen | None:
-        """Let copies see the tokens of a round; says what a copy in its place has come to."""
+        """Show copies a round's tokens; return how far a copy was, or would have been, right."""
         return None if self.copies is None else self.copies.read(run)
 
     def copy(self, size: int, forced: list[int]) -> list[int]:
-        """Copy at most ``size`` tokens; none unless they begin with what is ``forced``."""
+        """Copy at most ``size`` tokens; none unless they begin with the ``forced`` ones."""
         if self.copies is None or size == 0:
             return []
         copied = self.copies.tokens(size)
@@ -419,11 +418,11 @@ class Decoder:
     ) -> Verification:
         """Apply the rule to logits that have been through the processors."""
         history = self.history
-        # As in mlx-lm, not while no token is known: after a prompt of embeddings only.
+        # As in mlx-lm, processors do not run before any token is known (a prompt of embeddings).
         if len(self.processors) == 0 or history.size == 0:
             return choice.verify(draft, tree_mask, logits)
         if self.processors.grammars:
-            mx.async_eval(logits)  # the device goes on with the pass while the draft is read
+            mx.async_eval(logits)  # the device continues the pass while the draft is read
             drafts: Any = draft.tokens.tolist()
             ask_grammars([(self.processors, drafts, draft.known_parents())], logits.shape[-1])
         if self.processors.run_at_once(draft):
@@ -437,9 +436,9 @@ class Decoder:
                 return replace(made, logits=rows.logits)
 
     def extend_drafter(self, launched: Round) -> None:
-        """Let the drafter absorb a round, before it is known how much of it is kept.
+        """Let the drafter absorb a round before it is known how many tokens are kept.
 
-        The pairs after the kept ones are cut once that is read.
+        The pairs after the kept ones are cut when the round is read.
         """
         made = launched.verification
         self.drafter.extend(made.following, launched.features, last=made.num_kept)
@@ -447,7 +446,7 @@ class Decoder:
         launched.num_head_forwards = self.num_head_forwards
 
     def launch_first(self) -> Round:
-        """The round that ends prefill: the prompt's last token, no draft."""
+        """Launch the round that ends prefill: the prompt's last token, without a draft."""
         with self._undone_on_failure(Checkpoint(self.drafter.cache)):
             with mx.stream(self.stream):
                 given = self.root_embedding
@@ -457,13 +456,13 @@ class Decoder:
         return first
 
     def commit(self, done: Round, length: int) -> None:
-        """Make the first ``length`` tokens that follow in ``done`` part of the sequence.
+        """Add the first ``length`` tokens of ``done`` to the sequence.
 
-        A plain step has one token, known before the step is read.
+        A plain step has one token, which can be committed before the step is read.
         """
         with mx.stream(self.stream):
             done.keep_run(length)
-            # Kept no longer than needed: it holds all caches, and refers to the decoder.
+            # Kept no longer than needed: it keeps all caches, and the decoder, alive.
             self._committed = done.target_rows if done.target_rows.is_open else None
             self.quantization.apply(self.cache)
             emitted = done.verification.following[:length]
@@ -477,18 +476,18 @@ class Decoder:
                     self.flush_pairs()
 
     def _keep_pairs(self, done: Round, length: int) -> None:
-        """Keep the first pairs of a round that the drafter has yet to absorb."""
+        """Keep the first pairs of a round for the drafter, which has not absorbed them."""
         features = None if done.features is None else done.features[:length]
         self._pending.add(done.position, done.verification.following[:length], features)
 
     def restore_states(self) -> None:
-        """Make the target's recurrent states that the last commit left open, before a pass."""
+        """Compute the recurrent states that the last commit deferred, before the next pass."""
         if self._committed is not None:
             self._committed.restore()
             self._committed = None
 
     def follow(self, emitted: mx.array, last_row: int, run: list[int]) -> None:
-        """Count tokens (m,) as emitted, the last after ``last_row``; ``run`` if they were read."""
+        """Count tokens (m,) as emitted, the last after ``last_row``; ``run`` has those read."""
         length = emitted.shape[0]
         self.num_emitted += length
         if len(self.processors) > 0:
@@ -496,7 +495,7 @@ class Decoder:
             self.processors.commit(last_row, length, run)
 
     def stop(self, last: Round, upcoming: Round | None) -> None:
-        """Make the caches what plain decoding leaves: all tokens taken are run, nothing after.
+        """Leave the caches as plain decoding does: all taken tokens are run, and nothing else.
 
         ``last`` is the round whose tokens the caller was taking, ``upcoming`` the one in flight.
         """
@@ -523,7 +522,7 @@ class Decoder:
             self._finalize_caches(None if features is None else features[row : row + 1])
 
     def stop_at_root(self) -> None:
-        """``stop`` where everything emitted was taken, and nothing is in flight."""
+        """``stop`` for the case that all tokens were taken and no round is in flight."""
         with mx.stream(self.stream):
             _, features = self._run(self.root)
             self._finalize_caches(features)
@@ -539,7 +538,7 @@ class Decoder:
         mx.eval([c.state for c in self.cache + self.drafter.cache if not c.empty()])
 
     def flush_pairs(self) -> None:
-        """Let the drafter absorb what was decoded plainly."""
+        """Let the drafter absorb the tokens that were decoded without it."""
         if len(self._pending) == 0:
             return
         with self._undone_on_failure(Checkpoint(self.drafter.cache)), mx.stream(self.stream):
@@ -554,7 +553,7 @@ class Decoder:
     def _verify(
         self, tokens: mx.array, draft: Draft, tree_mask: mx.array | None, checkpoint: Checkpoint
     ) -> tuple[mx.array, mx.array | None]:
-        """Logits and features; the checkpoint learns how recurrent states came about."""
+        """Logits and features; the checkpoint records how recurrent states were updated."""
         if self.is_exact and len(draft) > 0:
             return run_rows(self._run, tokens, draft.known_parents(), checkpoint)
         if tree_mask is not None:
@@ -565,6 +564,6 @@ class Decoder:
             return self._run(tokens)
 
     def _rerun(self, tokens: mx.array) -> None:
-        """Bring every cache forward over the kept rows, tokens (m,), by a whole pass."""
+        """Advance every cache over the kept rows, tokens (m,), with a whole pass."""
         self.num_reruns += 1
         self._run(tokens)

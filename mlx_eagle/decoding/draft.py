@@ -1,4 +1,4 @@
-"""Drafts of a round: what the drafter proposes, behind what a grammar forces."""
+"""Drafts of a round: the drafter's proposal, after tokens that a grammar forces."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,9 +13,9 @@ from .accept import Choice
 
 @dataclass
 class ForcedPicks:
-    """Picks of a round whose first draft tokens are known, so that a drafter goes on behind them.
+    """Picks of a round whose first draft tokens are known; the drafter continues after them.
 
-    One that is not in the drafter's vocabulary is another token to it.
+    A token outside the drafter's vocabulary is replaced by another for the drafter.
     """
 
     choice: Choice
@@ -32,14 +32,14 @@ class ForcedPicks:
 
 
 def index_in(ids: mx.array | None, tokens: mx.array) -> mx.array:
-    """Where tokens (n,) stand among ``ids`` (Vd,); 0 for those that do not."""
+    """Index of tokens (n,) in ``ids`` (Vd,); 0 for tokens that are not there."""
     return tokens if ids is None else mx.argmax(ids == tokens[:, None], axis=-1)
 
 
 def propose(
     drafter: Drafter, caches: CacheView, shape: DraftShape, choice: Choice, forced: list[int]
 ) -> Draft:
-    """A draft of that shape behind the root, or a chain that begins with ``forced`` tokens.
+    """A draft of that shape after the root, or a chain that begins with ``forced`` tokens.
 
     ``caches`` are the target's.
     """

@@ -1,6 +1,6 @@
 """``speculative_generate_step``: one text from a prompt, token by token, with mlx-lm's contract.
 
-What is asked for is checked and opened here (``setup.py``), and given to the loop (``loop.py``).
+It checks and opens what the caller gives (``setup.py``), and runs the loop (``loop.py``).
 """
 
 from collections.abc import Collection, Iterator
@@ -41,7 +41,7 @@ from .setup import (
 )
 from .stats import Stats
 
-LONG_PREFILL = 1.0  # seconds of a prompt, so long that kernel options may matter
+LONG_PREFILL = 1.0  # seconds for a prompt, from which on kernel options may matter
 CLEAR_CACHE_EVERY = 256  # tokens, as in mlx_lm.generate.generate_step
 
 
@@ -93,34 +93,34 @@ def speculative_generate_step(
 ) -> Iterator[tuple[int, mx.array, bool]]:
     """Generate tokens from ``prompt`` (n,), drafting with ``draft_model``.
 
-    mlx-lm's contract for a function of that name: yields (token, logprobs (V,), from_draft).
-    ``num_draft_tokens`` is the length of a draft, 0 for plain decoding, "auto" for whatever is
-    fastest of chains, trees and plain decoding by the rounds so far, those of earlier texts of
-    the pair in this process among them: see ``decoding/auto.py``.
+    It has the contract of mlx-lm's function of the same name: it yields (token, logprobs (V,),
+    from_draft). ``num_draft_tokens`` is the length of a draft, 0 for plain decoding, or "auto" for
+    the fastest of chains, trees and plain decoding, judged by the rounds so far, including earlier
+    texts of the pair in this process: see ``decoding/auto.py``.
     ``max_tokens`` -1 means no limit. ``acceptance`` is "match" (any sampler), "coupled" or
     "reject" (with a ``Sampling``; coupled is then the default). ``tree`` drafts trees of that
-    shape ("4x5:16" or a ``Tree``) instead of chains, where target and drafter can; "auto" is
-    that of ``num_draft_tokens``, where trees can be drafted. ``stop_tokens`` end the generation
-    once yielded. ``stats`` is updated after every round. ``input_embeddings`` (n, h) enter the
-    target, and the drafter's head, in the place of the prompt's own; the prompt may then be empty.
-    ``known_tokens`` are those that ``prompt_cache`` holds, for a drafter that copies (see
-    ``Drafter.with_copies``); by default those that an earlier generation with this drafter left in
-    it. They are a hint: wrong ones cost speed, never a token of text.
-    ``exact`` computes every row of a verify pass as a plain step is computed, bit for bit; a row
-    then costs about what a plain step costs: see ``target_model/row_by_row.py``.
-    The progress callback is given how much of the prompt is done and how much there is, in tokens.
+    shape ("4x5:16" or a ``Tree``) instead of chains, if target and drafter support them; "auto"
+    is that of ``num_draft_tokens``, with trees if they are supported. ``stop_tokens`` end the
+    generation after they are yielded. ``stats`` is updated after every round.
+    ``input_embeddings`` (n, h) replace the embeddings of the prompt in the target and in the
+    drafter's head; the prompt may then be empty. ``known_tokens`` are the tokens in
+    ``prompt_cache``, for a drafter that copies (see ``Drafter.with_copies``); by default the ones
+    that an earlier generation with this drafter left there. They are a hint: wrong ones cost
+    speed, but never change the text.
+    ``exact`` computes every row of a verify pass as a plain step does, bit for bit; a row then
+    costs about as much as a plain step: see ``target_model/row_by_row.py``.
+    The progress callback gets the number of prompt tokens done, and their total.
 
     Wherever the caller stops, ``prompt_cache`` then holds the prompt and every token yielded,
-    as ``mlx_lm.generate.generate_step`` leaves it. ``prompt_cache`` may hold the drafter's
-    caches after the target's; without them the drafter starts cold.
+    as ``mlx_lm.generate.generate_step`` leaves it. It may have the drafter's caches after the
+    target's; without them the drafter starts cold.
 
-    All that a generation changes is its own, a ``Sampling`` included, so that several threads may
+    A generation changes only its own objects (it copies a ``Sampling``), so several threads may
     generate with one model and one drafter.
 
-    Raises ValueError for an empty prompt, a batch of prompts, a ``num_draft_tokens`` or
-    ``max_tokens`` that is no such number, an acceptance rule that does not fit the sampler, a
-    cache type that cannot be rolled back exactly, or embeddings that target or drafter cannot
-    take.
+    Raises ValueError for an empty prompt, a batch of prompts, an invalid ``num_draft_tokens`` or
+    ``max_tokens``, an acceptance rule that does not fit the sampler, a cache type that cannot be
+    rolled back exactly, or embeddings that target or drafter cannot take.
     """
     if not is_drafter(draft_model):
         raise ValueError(
@@ -195,7 +195,7 @@ def speculative_generate_step(
 def _tokens(
     runner: SingleRunner, controller: Controller, stats: Stats, *, keep_caches: bool
 ) -> Iterator[tuple[int, mx.array, bool]]:
-    """Round after round, token by token; the first round, without a draft, ends prefill."""
+    """Tokens of all rounds, one by one; the first round, without a draft, ends prefill."""
     decoder = runner.decoder
     pipeline = Pipeline(runner, controller, decoder.launch_first())
     try:
@@ -220,7 +220,7 @@ def _tokens(
 def make_controller(
     decoder: Decoder, num_draft_tokens: int | str, tree: Tree | str | None, stats: Stats
 ) -> Controller:
-    """Make the controller for one text, whose prompt ``decoder`` has read."""
+    """Make the controller for one text; ``decoder`` has read its prompt."""
     drafter = decoder.drafter
     copies = decoder.copies is not None
     if tree is not None and not isinstance(tree, str):
@@ -255,7 +255,7 @@ def _plain(
     stats: Stats,
     copies: Copies | None,
 ) -> Iterator[tuple[int, mx.array, bool]]:
-    """mlx-lm's own pipelined decoding, counted."""
+    """Tokens of mlx-lm's own pipelined decoding, counted in ``stats``."""
     for n, (token, logprobs) in enumerate(steps):
         if n == 0:
             stats.end_prefill()

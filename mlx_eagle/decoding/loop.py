@@ -1,14 +1,14 @@
-"""The speculative loop: draft, verify, accept, commit, tell, and again.
+"""The speculative loop: draft, verify, accept, commit, tell, repeat.
 
 1. Draft: the drafter proposes a chain or a tree behind the root, the last token emitted.
 2. Verify: one forward pass of the target runs over the root and the draft.
-3. Accept: the acceptance rule keeps what the target agrees with, and the drafter absorbs it.
-4. Commit: the host reads what was kept, the caches are cut to it, and its tokens are emitted.
-5. Tell: the controller hears what the round brought and what it took.
+3. Accept: the rule keeps the tokens that the target agrees with, and the drafter absorbs them.
+4. Commit: the host reads which were kept, cuts the caches to them, and emits them.
+5. Tell: the controller learns how many tokens the round kept and how long it took.
 
-The first three are one launch, for which the host does not wait: ``Decoder.launch`` for one
-request, ``Batch.launch`` for several. The next round is launched between 4 and 5, so the device is
-busy whatever the controller computes, and whatever the caller does with the tokens.
+The first three are one launch, which the host does not wait for: ``Decoder.launch`` for one
+request, ``Batch.launch`` for several. The next round is launched between 4 and 5, so the device
+stays busy while the controller computes and while the caller uses the tokens.
 """
 
 import time
@@ -24,7 +24,7 @@ from .stats import DraftingEvent
 
 
 class Launched(Protocol):
-    """A round in flight, of one request or of a batch."""
+    """A round in flight, for one request or for a batch."""
 
     @property
     def shape(self) -> DraftShape:
@@ -32,11 +32,11 @@ class Launched(Protocol):
 
 
 R = TypeVar("R", bound=Launched)
-"""A runner's kind of round: of one request, or of all requests of a batch."""
+"""A runner's type of round: for one request, or for all requests of a batch."""
 
 
 class Controller(Protocol):
-    """Chooses the shape of each round: ``auto.py`` has those there are."""
+    """Chooses the shape of each round; both implementations are in ``auto.py``."""
 
     @property
     def drafting_off(self) -> bool:
@@ -47,9 +47,9 @@ class Controller(Protocol):
         """When drafting was turned off and on, and why."""
 
     def next_plan(self, num_tokens: int, matches: Sequence[TextMatch]) -> DraftPlan:
-        """Choose what follows the round under way, before which ``num_tokens`` were emitted.
+        """Plan the round after the current one, before which ``num_tokens`` were emitted.
 
-        ``matches`` are the text matches of a batch's requests, as far as they are known.
+        ``matches`` are the known text matches of a batch's requests.
         """
 
     def record(
@@ -60,36 +60,36 @@ class Controller(Protocol):
         ranks: Sequence[int],
         copies: Sequence[CopySeen],
     ) -> None:
-        """Record a finished round: draft tokens kept per request, none of a plain step; seconds.
+        """Record a finished round: tokens kept per request (none: a plain step), and seconds.
 
-        ``ranks`` are a tree's, see ``Round.ranks``. ``copies`` say what became of the copies of
-        the text in its place, made or only looked at.
+        ``ranks`` belong to a tree: see ``Round.ranks``. ``copies`` say how far copies of the text
+        were right in this round, whether they were used or only watched.
         """
 
     def disable_shape(self, shape: DraftShape, error: RuntimeError) -> bool:
-        """Whether the text can go on without ``shape``, which has failed."""
+        """Whether generation can continue without ``shape``, which has failed."""
 
     def resize(self, num_requests: int) -> None:
         """Let ``num_requests`` share rounds from now on."""
 
 
 class Runner(Protocol[R]):
-    """Runs rounds: of a request by itself, or of several in shared passes of the target."""
+    """Runs rounds, for one request or for several that share the target's passes."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens emitted so far, committed rounds included; in a batch, by the longest request."""
+        """Tokens emitted so far, committed rounds included; in a batch, of the longest request."""
 
     @property
     def is_running(self) -> bool:
-        """Whether anything is left to generate after the rounds that are finished."""
+        """Whether anything is left to generate after the finished rounds."""
 
     @property
     def matches(self) -> Sequence[TextMatch]:
-        """For each request, what the end of its text matches, as far as it was read."""
+        """For each request, what the end of its text, as read so far, matches."""
 
     def choose(self, plan: DraftPlan) -> DraftShape:
-        """Pick the shape of ``plan`` that suits the text read so far, cut to the room left."""
+        """Pick the shape in ``plan`` for the text read so far, cut to the room that is left."""
 
     def launch(self, plan: DraftPlan) -> R:
         """Start a round without waiting for the device."""
@@ -97,18 +97,18 @@ class Runner(Protocol[R]):
     def can_run_ahead(self, done: R) -> bool:
         """Whether a round may follow before ``done`` is read.
 
-        It may after a plain step, whose one token is known to the device, as long as the limits
-        allow another.
+        It may after a plain step, since the device knows its only token, if the limits allow one
+        more token.
         """
 
     def can_launch_before_read(self, plan: DraftPlan) -> bool:
-        """Whether the round of that plan may follow before the one before it is read."""
+        """Whether a round of that plan may start before the previous one is read."""
 
     def commit_plain(self, done: R) -> None:
         """Commit a plain step before it is read."""
 
     def finish(self, done: R) -> None:
-        """Read a round, and commit it where that is not done yet."""
+        """Read a round, and commit it if that has not been done."""
 
     def acceptance_of(self, done: R) -> tuple[DraftShape, Sequence[int]] | None:
         """The drafted shape and the number of tokens kept per request; None after a plain step."""
@@ -117,31 +117,31 @@ class Runner(Protocol[R]):
         """Ranks of a tree's kept children, as in ``Round.ranks``; () for chains."""
 
     def copies_of(self, done: R) -> Sequence[CopySeen]:
-        """Results of copies in the place of ``done``, made or only looked at."""
+        """Results of copies in ``done``, whether they were used or only watched."""
 
     def retire(self, done: R, upcoming: R | None, controller: Controller) -> R | None:
-        """Let go of requests that ended with ``done``; return what is in flight for the rest."""
+        """Release requests that ended with ``done``; return the round in flight for the rest."""
 
 
 class RoundClock:
-    """Times rounds from the end of one to the end of the next, where that says what they cost.
+    """Times rounds from the end of one to the end of the next, where that is what they cost.
 
-    It does after a round of the same kind, drafted or plain: the first of a kind also waits for
-    what the other has left to do. A plain step counts only among its like: launched before the
-    one before it was read, and read after the next one was launched, as where drafting is off.
-    The last one is done by the time when the one before it is read.
+    That needs two drafted rounds in a row, or two plain steps: the first after a change also
+    waits for what the round before left on the device. A plain step counts only inside a run of
+    them, launched before the previous one was read and read after the next one was launched, as
+    when drafting is off. The last of a run has ended by the time the one before it is read.
     """
 
-    MOST_PAUSE = 0.2  # of a time, in which the caller kept the device waiting
+    MOST_PAUSE = 0.2  # share of a time in which the caller kept the device waiting
 
     def __init__(self) -> None:
         self._before: DraftShape | None = None
         self._end = self._paused = 0.0
 
     def seconds(self, shape: DraftShape, between_plain_steps: bool) -> float | None:
-        """Seconds that a round which has just ended has taken; None where that is unknown.
+        """Seconds that the round which has just ended took; None if they are unknown.
 
-        ``between_plain_steps``: whether it is a plain step among others that ran ahead.
+        ``between_plain_steps``: whether it is a plain step between others that ran ahead.
         """
         now = time.perf_counter()
         before = self._before
@@ -158,18 +158,18 @@ class RoundClock:
 
     @contextmanager
     def pausing(self) -> Iterator[None]:
-        """Leave the time of this block out: others have the thread."""
+        """Exclude the time of this block, in which other code has the thread."""
         start = time.perf_counter()
         yield
         self._paused += time.perf_counter() - start
 
 
 class Pipeline(Generic[R]):
-    """Rounds one after the other; iterating gives each when it is finished.
+    """Rounds one after the other; iterating yields each one when it is finished.
 
     The next round is on the device before the caller sees the tokens of this one. While drafting
-    is off it is launched before this one is even read, as mlx-lm does. ``current`` and
-    ``upcoming`` say, at any moment and after any error, what was begun.
+    is off, it is launched before this one is even read, as mlx-lm does. ``current`` and
+    ``upcoming`` are the rounds that were begun, at any moment and after any error.
     """
 
     def __init__(self, runner: Runner[R], controller: Controller, first: R | None = None):
@@ -195,8 +195,8 @@ class Pipeline(Generic[R]):
             can_be_ahead = controller.drafting_off and runner.can_run_ahead(done)
             if can_be_ahead:
                 runner.commit_plain(done)
-            # Chosen before the read, by what was known up to the round before. Once for each pair
-            # that tries whether trees can be verified, which no round has to answer for.
+            # Chosen before the read, from what the rounds before have shown. Once per pair this
+            # also tests whether trees can be verified; that time is not counted for any round.
             with self._clock.pausing():
                 plan = controller.next_plan(runner.num_tokens, runner.matches)
             if can_be_ahead and runner.can_launch_before_read(plan):
@@ -220,7 +220,7 @@ class Pipeline(Generic[R]):
                 return
 
     def _launch(self, plan: DraftPlan) -> R:
-        """Launch a round of that plan; a plain step where this device cannot run it."""
+        """Launch a round of that plan, or a plain step if this device cannot run it."""
         try:
             return self.runner.launch(plan)
         except RuntimeError as err:
@@ -230,7 +230,7 @@ class Pipeline(Generic[R]):
         return self.runner.launch(DraftPlan(PLAIN))
 
 
-MOST_FORCED = 15  # tokens of a grammar: with the root they fill what kernels do at once
+MOST_FORCED = 15  # tokens of a grammar: with the root, as many rows as kernels take at once
 
 
 class SingleRunner:
@@ -268,13 +268,13 @@ class SingleRunner:
         return self.decoder.launch(shape, most_forced=most_forced, prices=plan.prices)
 
     def can_run_ahead(self, done: Round) -> bool:
-        """See ``Runner``; not with a grammar: what it forces next follows from the token."""
+        """See ``Runner``; never with a grammar: what it forces next depends on the token."""
         has_grammar = bool(self.decoder.processors.grammars)
         room = self.limits.has_room_after(done.position + 1)
         return done.num_drafted == 0 and room and not has_grammar
 
     def can_launch_before_read(self, plan: DraftPlan) -> bool:
-        """True for any shape: drafts and copies may follow a token only the device knows."""
+        """True for any shape: drafts and copies may follow a token that only the device knows."""
         return True
 
     def commit_plain(self, done: Round) -> None:

@@ -1,4 +1,4 @@
-"""Logits processors of one text, grammars among them, row by row of a verify pass."""
+"""Logits processors of one text, including grammars, for the rows of a verify pass."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,20 +14,20 @@ LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 
 
 class GrammarText(Protocol):
-    """A grammar's state in one text; it is told the text once that is decided.
+    """A grammar's state in one text; it learns tokens once they are decided.
 
     A logits processor's ``begin_text()`` makes one, if the text by itself decides which tokens may
     come next.
     """
 
     def start(self, prompt: list[int]) -> None:
-        """Begin behind ``prompt``."""
+        """Begin after ``prompt``."""
 
     def follow(self, tokens: list[int]) -> None:
-        """Go on with tokens that are part of the text now."""
+        """Advance over tokens that are now part of the text."""
 
     def forced(self, most: int) -> list[int]:
-        """Tokens that must come next, ``most`` at the most."""
+        """Tokens that must come next, at most ``most``."""
 
     def masks(self, asked: "Sequence[RowsAsked]") -> list[Any]:
         """Tokens allowed after each row of each of ``asked``: arrays (R, V / 32) of bits.
@@ -104,12 +104,12 @@ class LogitsProcessors:
         return len(self._processors)
 
     def start(self, prompt: mx.array) -> None:
-        """Begin a text behind ``prompt`` (N,)."""
+        """Begin a text after ``prompt`` (N,)."""
         for grammar in self.grammars:
             grammar.start(cast(list[int], prompt.tolist()))
 
     def forced(self, most: int) -> list[int]:
-        """Tokens that a grammar forces to come next, ``most`` at the most; [] for none."""
+        """Tokens that a grammar forces to come next, at most ``most``; [] for none."""
         return next((found for g in self.grammars if (found := g.forced(most))), [])
 
     def run_at_once(self, draft: Draft) -> bool:
@@ -135,7 +135,7 @@ class LogitsProcessors:
             return logits
         if draft.parents is not None and not draft.static_parents:
             mx.async_eval(logits)
-        self._take_back(self._num_called)  # of a pass that nothing came of
+        self._take_back(self._num_called)  # of a pass that was not committed
         parents = draft.known_parents()
         self._after = []
         rows = []
@@ -149,12 +149,12 @@ class LogitsProcessors:
         return mx.concatenate(rows)
 
     def process_row(self, history: mx.array, draft: Draft, logits: mx.array, row: int) -> mx.array:
-        """Run one row, (1, V), through the processors; it is kept."""
+        """Run one row (1, V), which is kept, through the processors."""
         parents = draft.known_parents()
         return self._processed(self._processors, history, draft, parents, logits, row)
 
     def commit(self, last_row: int, num_rows: int, run: list[int]) -> None:
-        """Go on from the state after ``last_row``, the last of ``num_rows`` that are kept.
+        """Continue from the state after ``last_row``, the last of the ``num_rows`` kept rows.
 
         ``run`` are the tokens that follow these rows; grammars need them.
         """
@@ -202,22 +202,22 @@ class LogitsProcessors:
 
 
 def is_pure(processor: LogitsProcessor) -> bool:
-    """Whether it keeps no state: mlx-lm's own, and those that say so."""
+    """Whether a processor keeps no state: mlx-lm's own, and any that says so."""
     is_of_mlx_lm = getattr(processor, "__module__", None) == make_sampler.__module__
     return is_of_mlx_lm or getattr(processor, "is_pure", False) is True
 
 
 def is_grammar(processor: LogitsProcessor) -> TypeGuard[Any]:
-    """Whether it has a ``GrammarText``."""
+    """Whether a processor has a ``GrammarText``."""
     return hasattr(processor, "begin_text")
 
 
 def is_copied(processor: LogitsProcessor) -> TypeGuard[Any]:
-    """Whether it can be gone on from in several ways, by copies in the same state."""
+    """Whether a processor can be copied with its state, to continue in several ways."""
     return hasattr(processor, "copy") and not is_pure(processor)
 
 
 def can_roll_back(processor: LogitsProcessor) -> TypeGuard[Any]:
-    """Whether it can forget its last calls."""
+    """Whether a processor can undo its last calls."""
     is_copied_or_pure = hasattr(processor, "copy") or is_pure(processor)
     return hasattr(processor, "rollback") and not is_copied_or_pure

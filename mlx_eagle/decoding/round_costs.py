@@ -1,14 +1,14 @@
-"""Costs of rounds: what a pair is believed to take for each shape, before and after timing it.
+"""Costs of rounds: estimated seconds for each shape of a pair, before and after timing it.
 
-Before any round is timed, a round of shape s is believed to cost c(s), a curve known for the chip.
-The time it takes is
+Before any round is timed, the estimate for shape s is c(s), a curve known for the chip. The time
+of a round is modelled as
 
     log t(s) = log c(s) + f(s) + p + e
 
-with the pace p of the machine, a random walk; what the curve is off, f, a Gaussian process, part
-of which goes with log c (Rasmussen and Williams 2006, equations 4.19 and 2.11); and e, other work.
-A Kalman filter finds f and p, so times of shapes support each other, and slow moments can be
-compared with fast ones. What was learnt of a pair stays in memory.
+with the pace p of the machine, a random walk; the error f of the curve, a Gaussian process, part
+of which is proportional to log c (Rasmussen and Williams 2006, equations 4.19 and 2.11); and e,
+noise from other work. A Kalman filter estimates f and p, so each time also informs about other
+shapes, and slow moments can be compared with fast ones. Estimates of a pair stay in memory.
 """
 
 import math
@@ -28,24 +28,24 @@ from ..target_model.kernels import KernelOptions
 from ..target_model.per_model import PerModel
 from .pass_costs import TargetWeights
 
-PRIOR = 1 / 3  # share of first drafts accepted where no text has shown any: heads have .3 to .8
+PRIOR = 1 / 3  # share of first drafts accepted before any text has shown it: heads have .3 to .8
 # Standard deviations of logarithms of seconds:
-SPREAD = 0.25  # of what a curve is off, before any time: 8 rows had .7 of it with OpenBLAS
-STRETCH = 0.8  # of what all its logarithms are to be multiplied with, less 1
-NOISE = 0.035  # of a time, at least
-LEARN = 0.05  # of its variance, what the latest time tells
-PACE = 0.03  # by which the pace changes in a round
-TEXT = 0.2  # and before a text
-KNOWN = 0.2  # of a cost beside the one timed last, below which it counts as known
+SPREAD = 0.25  # of a curve's error, before any time: 8 rows took .7 of it with OpenBLAS
+STRETCH = 0.8  # of the factor on all its logarithms
+NOISE = 0.035  # of a single time, at least
+LEARN = 0.05  # weight of the latest time in the estimate of that noise
+PACE = 0.03  # of the change of the pace in a round
+TEXT = 0.2  # of its change between texts
+KNOWN = 0.2  # of a cost relative to the one timed last, below which it counts as known
 NEAR = 0.1  # rows squared; costs a row apart are correlated by (1 + 1 / NEAR)^-TAIL = .62,
-TAIL = 0.2  # those of 8 rows apart by .27
-APART = 3.0  # rows more between plain steps and drafts, which share little but the weights
-DRIFT = 1e-4  # of SPREAD^2, added to the variance of a cost in a round: contexts grow
-OUTLIER = 3.0  # standard deviations: a time further off counts as if that were as far as it is
+TAIL = 0.2  # costs 8 rows apart by .27
+APART = 3.0  # rows added between plain steps and drafts, which share only the weights
+DRIFT = 1e-4  # times SPREAD^2, added to the variance of a cost per round: contexts grow
+OUTLIER = 3.0  # standard deviations; a time further off gets so much variance that it is this far
 
 
 Curve = Callable[[DraftShape, int], float]
-"""Number for a round, by its shape and the number of requests."""
+"""A number for a round, given its shape and the number of requests."""
 
 
 class Estimate(NamedTuple):
@@ -59,12 +59,12 @@ class Estimate(NamedTuple):
         return self.error <= KNOWN
 
     def off(self, deviations: float) -> float:
-        """The seconds where the logarithm is ``deviations`` standard deviations off."""
+        """The seconds if the logarithm is off by ``deviations`` standard deviations."""
         return self.seconds * math.exp(deviations * self.error)
 
 
 class RoundCosts:
-    """Costs of a pair's rounds, for any number of requests: from times, and a curve before them.
+    """Costs of a pair's rounds for any number of requests, from a curve and measured times.
 
     ``curve`` gives the cost of a round by shape and number of requests, in plain steps of one
     request, and ``doubt`` the standard deviation of its logarithm that it shares with rounds in
@@ -87,11 +87,11 @@ class RoundCosts:
         self._prior = np.zeros((1, 1))
         self._columns: dict[tuple[int, DraftShape], int] = {}
         self._points = np.zeros((0, 7))  # where each key stands: see ``_point``
-        self._latest = 0  # place of the key timed last
+        self._latest = 0  # column of the key timed last
         self._noise = NOISE**2  # variance of times
 
     def record(self, num_requests: int, shape: DraftShape, seconds: float | None) -> None:
-        """Record a finished round or plain step; ``seconds`` is None where that is unknown."""
+        """Record a finished round or plain step; ``seconds`` is None if it is unknown."""
         with self._lock:
             at = self._column(num_requests, shape)
             is_less = self._cov.diagonal() < self._prior.diagonal()  # no less known than at first
@@ -120,7 +120,7 @@ class RoundCosts:
         return shape in self._run
 
     def estimates(self, shapes: Sequence[DraftShape], num: int) -> dict[DraftShape, Estimate]:
-        """Estimate ``shapes`` and plain steps for ``num`` requests, all at one pace."""
+        """Estimate ``shapes`` and plain steps for ``num`` requests, all at the same pace."""
         keys = PLAIN, *shapes
         seconds = np.array([self._curve(s, num) for s in keys])
         with self._lock:
@@ -134,7 +134,7 @@ class RoundCosts:
         return dict(zip(keys, map(Estimate, seconds.tolist(), errors.tolist()), strict=True))
 
     def _column(self, num: int, shape: DraftShape) -> int:
-        """Index of a key's numbers; a new key begins with what the others say of it."""
+        """Index of a key's numbers; a new key starts from its correlation with the others."""
         key = num, shape
         if key not in self._columns:
             self._points = np.vstack([self._points, self._point(num, shape)])

@@ -1,4 +1,4 @@
-"""A sampler whose noise belongs to a position: temperature, top-p, min-p, top-k.
+"""A sampler whose noise depends on the position: temperature, top-p, min-p, top-k.
 
 Log-probabilities in, log-probabilities or tokens out. The target's p and the draft's q are both
 made here, in float32, so that they are the same function of the logits.
@@ -19,7 +19,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 Sampler = Callable[[mx.array], mx.array]
 """Draws from log-probabilities (B, V), as mlx-lm's samplers do: tokens (B,)."""
 
-OTHER_ROW = 4  # sets the keys of other rows apart from the kinds of noise, which are smaller
+OTHER_ROW = 4  # sets the keys of other rows apart from the purposes, which are smaller
 
 
 @dataclass
@@ -64,7 +64,7 @@ class Sampling:
             )
         base = _fresh_key() if self.seed is None else mx.random.split(mx.random.key(self.seed))[0]
         self.base_key = base if self.row == 0 else _key_of_row(base, self.row)
-        # In the thread that made it: another one could not compute what is still to be done.
+        # In the thread that made it, since another thread could not compute it.
         mx.eval(self.base_key)
 
     def begin(self, row: int = 0) -> "Sampling":
@@ -109,14 +109,14 @@ class Sampling:
         return mx.random.gumbel((size,), key=self.key(position, purpose))
 
     def noises(self, position: int, num: int, size: int, purpose: int = 0) -> mx.array:
-        """``noise`` (num, size) of that position and those after it, in one go."""
+        """``noise`` (num, size) of that position and the next ones, in one call."""
         if num == 1:
             return self.noise(position, size, purpose)[None]
         keys = self.keys(position, num, purpose)
         return mx.vmap(lambda key: mx.random.gumbel((size,), key=key))(keys)
 
     def keys(self, position: int, num: int, purpose: int = 0) -> mx.array:
-        """``key`` (num, 2) of that position and those after it."""
+        """``key`` (num, 2) of that position and the next ones."""
         numbers = mx.array([[purpose, position + i] for i in range(num)], dtype=mx.uint32)
         return self.base_key ^ numbers
 
@@ -126,7 +126,7 @@ class Sampling:
 
     @property
     def parameters(self) -> tuple[float, ...]:
-        """All that ``log_probabilities`` depends on."""
+        """Everything that ``log_probabilities`` depends on."""
         return self.temp, self.top_p, self.min_p, self.min_tokens_to_keep, self.top_k
 
     def __call__(self, logprobs: mx.array) -> mx.array:

@@ -1,4 +1,4 @@
-"""Settings, checks and known costs: what there is of a pair before anything is decoded."""
+"""Settings and checks of a pair before anything is decoded."""
 
 from collections.abc import Callable
 from functools import partial
@@ -29,7 +29,7 @@ AUTO = "auto"
 
 
 def check_prompt(prompt: mx.array, can_be_empty: bool = False) -> None:
-    """Raise ValueError for anything but one prompt, with a token or more unless told otherwise."""
+    """Raise ValueError for anything but one prompt of at least one token, unless allowed."""
     if prompt.ndim != 1:
         raise ValueError(
             f"the prompt has shape {tuple(prompt.shape)}: speculative decoding takes one prompt "
@@ -50,7 +50,7 @@ def check_num_draft_tokens(num_draft_tokens: object) -> None:
 
 
 def check_max_tokens(max_tokens: object, *, of: str = "", least: int = -1) -> None:
-    """Raise ValueError for anything but a whole number above 0, or -1 where ``least`` is that."""
+    """Raise ValueError for anything but a whole number above 0, or -1 if ``least`` is -1."""
     if _is_whole(max_tokens) and int(max_tokens) >= least and max_tokens != 0:
         return
     no_limit = ", or -1 for no limit" if least < 0 else ""
@@ -58,7 +58,7 @@ def check_max_tokens(max_tokens: object, *, of: str = "", least: int = -1) -> No
 
 
 def read_tree(tree: object) -> Tree | str | None:
-    """A tree, "auto" or None as it is, and the tree that a text stands for: see ``parse_tree``.
+    """A tree, "auto" or None unchanged; for a text, its tree: see ``parse_tree``.
 
     Raises ValueError for anything else.
     """
@@ -72,7 +72,7 @@ def read_tree(tree: object) -> Tree | str | None:
 
 
 def in_words(value: object) -> str:
-    """Describe a value for a message, with its type where the type is what is wrong."""
+    """Describe a value for a message, with its type if the type is wrong."""
     if value is None:
         return "None (nothing)"
     if isinstance(value, bool):
@@ -93,9 +93,9 @@ def _is_whole(value: object) -> TypeGuard[SupportsInt]:
 def split_cache(
     prompt_cache: list[Any] | None, model: nn.Module, max_kv_size: int | None
 ) -> tuple[list[Any], list[Any] | None]:
-    """The target's caches, and the drafter's where ``prompt_cache`` holds them behind those.
+    """The target's caches, and the drafter's if ``prompt_cache`` has them after those.
 
-    Raises ValueError where there are fewer than the target has.
+    Raises ValueError if there are fewer than the target needs.
     """
     fresh = make_prompt_cache(model, max_kv_size)
     if prompt_cache is None:
@@ -111,9 +111,9 @@ def split_cache(
 
 
 def begin_drafter(draft_model: Drafter, draft_cache: list[Any] | None) -> Drafter:
-    """A drafter for one request, on its part of a prompt cache.
+    """A drafter for one request, with its part of a prompt cache.
 
-    Raises ValueError where that is not one of this drafter's.
+    Raises ValueError if these caches do not belong to this drafter.
     """
     num_needed = len(draft_model.make_cache())
     if draft_cache is not None and len(draft_cache) != num_needed:
@@ -230,7 +230,7 @@ def _check_target(
     quantization: CacheQuantization,
     tree: Tree | str | None,
 ) -> None:
-    """Raise ValueError where the target cannot do exactly what is asked of it."""
+    """Raise ValueError if the target cannot do exactly what the options need."""
     check_supported(cache, "target")
     quantization.check(cache)
     if is_pipelined(model) and in_any_process(bool(Checkpoint(cache).recurrent)):
@@ -244,7 +244,7 @@ def _check_target(
 
 
 def drawable_trees(decoder: Decoder) -> tuple[DraftShape, ...]:
-    """The ``TREES`` that the drafter can draft; none if the target's caches cannot verify any."""
+    """The ``TREES`` that the drafter can draft; () if the target's caches cannot verify any."""
     if not decoder.drafter.supports_trees or decoder.quantization.bits is not None:
         return ()
     if is_sharded(decoder.target.model) and not verifies_trees(decoder):  # all ranks at once
@@ -260,7 +260,7 @@ def verifies_trees(decoder: Decoder) -> bool:
 
 
 def _passes(check: Callable[..., None], *args: Any) -> bool:
-    """Whether a check raises no ValueError."""
+    """Whether a check passes without ValueError."""
     try:
         check(*args)
     except ValueError:
@@ -269,7 +269,7 @@ def _passes(check: Callable[..., None], *args: Any) -> bool:
 
 
 def check_tree_drafter(drafter: Drafter, tree: Tree | str | None) -> None:
-    """Raise ValueError where ``drafter`` cannot draft ``tree``; for "auto", any of ``TREES``."""
+    """Raise ValueError if ``drafter`` cannot draft ``tree``; for "auto", any of ``TREES``."""
     if isinstance(tree, str):
         trees = [shape.tree for shape in TREES]
         if any(_passes(drafter.check_tree, shape) for shape in trees):
@@ -280,7 +280,7 @@ def check_tree_drafter(drafter: Drafter, tree: Tree | str | None) -> None:
 
 
 def kernel_options(decoder: Decoder) -> list[str]:
-    """The names in ``KernelOptions`` of what can be done here; known once a pass was run."""
+    """Names of the ``KernelOptions`` that apply here; known after the first pass."""
     if this_machine().backend == "cpu":  # its kernels are alike either way
         return []
     if is_sharded(decoder.target.model):  # ranks by different kernels might draft other tokens

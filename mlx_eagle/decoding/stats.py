@@ -1,4 +1,4 @@
-"""Counts of a generation, and what follows from them: rates, times, the footer.
+"""Counts of a generation, and figures derived from them: rates, times, the footer.
 
 Plain numbers only.
 """
@@ -22,12 +22,12 @@ class DraftingEvent:
     reason: str
 
 
-IN_ORDER = ("draft_lengths", "drafting_events")  # what is not counted by position
+IN_ORDER = ("draft_lengths", "drafting_events")  # fields that are not counted by position
 
 
 @dataclass
 class Stats:
-    """Counts of one generation. Prefill, and the first token it yields, are kept apart.
+    """Counts of one generation. Prefill and its first token are counted separately.
 
     ``num_target_forwards`` counts verify passes and plain steps, ``num_evals`` the times the host
     waited for the device in them; ``num_reruns`` the passes that ran kept rows again because a
@@ -107,7 +107,7 @@ class Stats:
         self.accepted_histogram[num_accepted] += 1
 
     def take_back(self, num_unread: int, num_read: int) -> None:
-        """Count the last round as if it had been cut to the tokens that the caller took of it."""
+        """Count the last round as if it had been cut to the tokens that the caller took."""
         last = self._last_accepted
         if num_unread == 0 or last is None:
             return
@@ -123,7 +123,7 @@ class Stats:
                 self.accepted_histogram.pop()
 
     def __add__(self, other: "Stats") -> "Stats":
-        """Add up the counts and times of both, from which the rates over all follow."""
+        """Add up the counts and times of both, for rates over all."""
         total = Stats()
         for name, value in vars(self).items():
             if name.startswith("_"):
@@ -156,7 +156,7 @@ class Stats:
 
     @property
     def acceptance_rate(self) -> float:
-        """Accepted over drafted."""
+        """Accepted tokens divided by drafted ones."""
         return self.num_accepted / self.num_drafted if self.num_drafted else 0.0
 
     @property
@@ -167,7 +167,7 @@ class Stats:
 
     @property
     def acceptance_by_position(self) -> list[float]:
-        """alpha_i: kept at position i, given that position i - 1 was kept and i was drafted."""
+        """alpha_i: share kept at position i if position i - 1 was kept and i was drafted."""
         reached = self._reached_by_position
         return [
             a / r if r else 0.0 for a, r in zip(self.accepted_by_position, reached, strict=True)
@@ -175,7 +175,7 @@ class Stats:
 
     @property
     def cumulative_acceptance_by_position(self) -> list[float]:
-        """Kept at position i, of all rounds that drafted that far."""
+        """Share kept at position i, among all rounds that drafted that far."""
         return [
             a / d for a, d in zip(self.accepted_by_position, self.drafted_by_position, strict=True)
         ]
@@ -194,7 +194,7 @@ class Stats:
 
     @property
     def _undrafted_words(self) -> str:
-        """Why no round drafted, if ``auto`` said so: rates of nothing would look like failures."""
+        """Reason why no round drafted, if ``auto`` gave one; rates would look like failures."""
         words = f"{self.num_plain_steps} plain steps"
         if self.drafting_events:
             return f"auto did not draft: {self.drafting_events[-1].reason} ({words})"
@@ -202,7 +202,7 @@ class Stats:
 
     @property
     def generation_tps(self) -> float:
-        """Tokens per second after the first, which prefill yields."""
+        """Tokens per second, without the first token, which prefill yields."""
         return self.num_emitted / self.generation_time if self.generation_time else 0.0
 
     def to_dict(self) -> dict[str, Any]:

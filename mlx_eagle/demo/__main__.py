@@ -76,8 +76,7 @@ def run(prompt: str, max_tokens: int, num_draft_tokens: int) -> None:
     prepare_device()
     model, tokenizer, drafter = load_demo()
     messages = [{"role": "user", "content": prompt}]
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    tokens = tokenizer.encode(text, add_special_tokens=False)
+    tokens = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
 
     def plain(limit: int) -> Iterator[GenerationResponse]:
         return mlx_lm.stream_generate(model, tokenizer, tokens, max_tokens=limit)
@@ -101,19 +100,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="mlx_eagle.demo", description="Plain against speculative decoding, on the demo pair."
     )
-    parser.add_argument(
-        "--prompt", "-p", default=PROMPT, help="what to ask (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--max-tokens",
-        "-m",
-        type=int,
-        default=200,
-        help="maximum tokens of the answer (%(default)s)",
-    )
-    parser.add_argument(
-        "--num-draft-tokens", type=int, default=3, help="draft tokens per step (%(default)s)"
-    )
+    add = parser.add_argument
+    add("--prompt", "-p", default=PROMPT, help="what to ask (default: %(default)s)")
+    words = "maximum tokens of the answer (%(default)s)"
+    add("--max-tokens", "-m", type=int, default=200, help=words)
+    words = "draft tokens per step (%(default)s)"
+    add("--num-draft-tokens", type=int, default=3, help=words)
     use_plain_words(parser)
     args = parser.parse_args(argv)
     run_command(lambda: run(args.prompt or PROMPT, args.max_tokens, args.num_draft_tokens))

@@ -7,7 +7,9 @@ from its ``config.json``, and MLX computes no array before somebody asks for it.
 import os
 import re
 import tempfile
+from contextlib import suppress
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -53,32 +55,27 @@ FILES = ("config.json", "*.index.json")  # of a target, all that ``expect`` need
 WIRED = "iogpu.wired_limit_mb"
 TF32 = "MLX_ENABLE_TF32"
 SHOWN_PAIRS = 5  # the largest that fit: the whole table is a wall of names
+PIPELINE = "between its layers (--pipeline)"
 FIRST_WITH_TF32 = 5  # M5, whose GPU has matrix units
 
 
 def check_machine() -> list[Finding]:
-    """The chip, and the gain to expect from drafting on it."""
+    """The chip, the gain to expect from drafting on it, and other work, if it is too much."""
     machine = this_machine()
     kind = {"metal": "Metal", "cuda": "CUDA", "cpu": "on its CPU"}[machine.backend]
     known = "" if machine.generation == "unknown" else f"{machine.generation}, "
     name = f"{machine.name} ({known}{kind})"
-    return [Finding("machine", name), Finding("drafting", machine.advice)]
-
-
-def check_load() -> list[Finding]:
-    """The work of other processes, if it is more than this machine has cores for."""
-    note = load_note()
-    return [Finding("load", note.removeprefix("Note: "), "note")] if note else []
+    found = [Finding("machine", name), Finding("drafting", machine.advice)]
+    note = load_note().removeprefix("Note: ")
+    return [*found, Finding("load", note, "note")] if note else found
 
 
 def check_blas() -> list[Finding]:
     """The library that multiplies floats on a CPU."""
     if mx.default_device() == mx.gpu:
         return []
-    note = blas_note()
-    if note:
-        return [Finding("BLAS", blas_name(), "problem", note.removeprefix("Note: "))]
-    return [Finding("BLAS", blas_name())]
+    note = (blas_note() or "").removeprefix("Note: ")
+    return [Finding("BLAS", blas_name(), "problem" if note else "ok", note)]
 
 
 def check_settings() -> list[Finding]:
@@ -91,18 +88,14 @@ def check_settings() -> list[Finding]:
             "first attention, or every round waits for new cuDNN plans"
         )
         found.append(Finding("cuDNN", f"{CUDNN} is not 0", "note", remedy))
-    if has_tf32(machine) and os.environ.get(TF32) != "0":
+    apple = re.fullmatch(r"M(\d+)", machine.generation)
+    has_matrix_units = apple is not None and int(apple[1]) >= FIRST_WITH_TF32
+    has_tf32 = machine.backend == "cuda" or (machine.backend == "metal" and has_matrix_units)
+    if has_tf32 and os.environ.get(TF32) != "0":
         text = "float32 products of several rows keep 10 bits (TF32)"
         remedy = f"for token-identical text in float32, set {TF32}=0"
         found.append(Finding("float32", text, "note", remedy))
     return found
-
-
-def has_tf32(machine: Machine) -> bool:
-    """Whether MLX multiplies float32 in TF32 on that machine, unless it is told not to."""
-    generation = re.fullmatch(r"M(\d+)", machine.generation)
-    is_m5 = generation is not None and int(generation[1]) >= FIRST_WITH_TF32
-    return machine.backend == "cuda" or (machine.backend == "metal" and is_m5)
 
 
 def check_memory() -> list[Finding]:
@@ -118,24 +111,23 @@ def check_memory() -> list[Finding]:
     return found
 
 
-def check_cache() -> list[Finding]:
+def check_cache() -> Finding:
     """Whether converted heads can be kept."""
     folder = user_cache()
     nearest = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     try:
         with tempfile.TemporaryFile(dir=nearest):
-            pass
+            return Finding("cache", f"{folder} can be written")
     except OSError as err:
         text = f"{folder} cannot be written ({err.strerror or err})"
         remedy = (
             "heads are converted again in every process: make it writable, or set HOME to a "
             "folder that is"
         )
-        return [Finding("cache", text, "problem", remedy)]
-    return [Finding("cache", f"{folder} can be written")]
+        return Finding("cache", text, "problem", remedy)
 
 
-def check_pairs() -> list[Finding]:
+def check_pairs() -> Finding:
     """Targets of the table of pairs that fit into the memory, in 4 bits with their head."""
     machine = this_machine()
     fit, others = targets_within(memory(machine)[1])
@@ -144,21 +136,13 @@ def check_pairs() -> list[Finding]:
         text += f", such as {', '.join(fit[-SHOWN_PAIRS:])}; mlx_eagle.generate --list shows all"
     if machine.backend == "cpu":
         text += ". On a CPU they run and do not gain: try the demo pair"
-    return [Finding("known pairs", text)]
+    return Finding("known pairs", text)
 
 
 def check_all() -> list[Finding]:
     """Findings of all checks."""
-    return [
-        *check_machine(),
-        *check_load(),
-        *check_packages(),
-        *check_blas(),
-        *check_settings(),
-        *check_memory(),
-        *check_cache(),
-        *check_pairs(),
-    ]
+    checks = (check_machine, check_packages, check_blas, check_settings, check_memory)
+    return [*chain(*(check() for check in checks)), check_cache(), check_pairs()]
 
 
 def expect(
@@ -178,13 +162,14 @@ def expect(
         built = build(config)
     except (OSError, ValueError) as err:
         return [Finding("model", " ".join(str(err).split()), "problem", "give another --model")]
-    if num_ranks == 1:
-        found = [check_size(model, config, built)]
-    else:
-        found = [check_shard(config, built, num_ranks)]
-    found.append(check_caches(built))
-    found += check_passes(this_machine(), built)
-    found += check_precision(this_machine(), config)
+    machine = this_machine()
+    size = (
+        check_size(model, config, built)
+        if num_ranks == 1
+        else check_shard(config, built, num_ranks)
+    )
+    found = [size, check_caches(built), *check_passes(machine, built)]
+    found += check_precision(machine, config)
     found += check_vocabulary(folder, built)
     found.append(check_head(model, draft_model, built))
     if context is not None:
@@ -192,12 +177,17 @@ def expect(
     return found
 
 
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """A ``config.json`` with the entries of its text model in front."""
+    return config | (config.get("text_config") or {})
+
+
 def build(config: dict[str, Any]) -> nn.Module:
     """Build the model of a ``config.json`` without its weights; ValueError if mlx-lm cannot."""
     try:
         model_class, args_class = _get_classes(config)
         model = model_class(args_class.from_dict(config))
-        text = config | (config.get("text_config") or {})
+        text = text_config(config)
         if text.get("tie_word_embeddings", str(text.get("model_type")).startswith("gemma")):
             for module in model.modules():
                 # Gemma drops it, and says that it did, only when weights are loaded.
@@ -222,9 +212,8 @@ def pack(model: nn.Module, packing: dict[str, Any] | None) -> None:
     group_size = packing["group_size"]
 
     def choice(path: str, module: nn.Module) -> bool | dict[str, Any]:
-        if path in packing:
-            return packing[path]
-        return hasattr(module, "to_quantized") and module.weight.shape[-1] % group_size == 0
+        can = hasattr(module, "to_quantized") and module.weight.shape[-1] % group_size == 0
+        return packing.get(path, can)
 
     mode = packing.get("mode", "affine")
     nn.quantize(model, group_size, packing["bits"], mode=mode, class_predicate=choice)
@@ -247,44 +236,31 @@ def check_size(name: str, config: dict[str, Any], model: nn.Module) -> Finding:
 
 def check_shard(config: dict[str, Any], model: nn.Module, num_ranks: int) -> Finding:
     """Size of the target on each of several machines, and whether mlx-lm can split it so."""
-    splits = [words for words, can in ways_to_split(config, model, num_ranks).items() if can]
-    outside = weight_bytes(model) - sum(map(weight_bytes, model.layers))
-    shard = shard_bytes(model, num_ranks, splits == [PIPELINE])
+    ways = []
+    with suppress(ValueError):
+        check_heads(text_config(config), num_ranks)
+        ways += ["within its layers"] if hasattr(model, "shard") else []
+    if hasattr(vars(model).get("model") or model.get("model"), "pipeline"):
+        ways.append(PIPELINE)
+    share = 1 / num_ranks
+    if ways == [PIPELINE]:  # of which rank 0 has the most layers
+        share = -(-len(model.layers) // num_ranks) / len(model.layers)
+    layers = sum(map(weight_bytes, model.layers))
+    outside = weight_bytes(model) - layers
+    shard = outside + share * layers
     text = (
         f"{shard / GB:.1f} GB on each of {num_ranks} machines: {(shard - outside) / GB:.1f} GB of "
         f"the layers, {outside / GB:.1f} GB of embeddings and output matrix, which are whole "
         "everywhere; a draft model is, too"
     )
-    if not splits:
+    if not ways:
         remedy = "mlx-lm cannot split this target among so many: take another number, or target"
         return Finding("model", text, "problem", remedy)
     _, usable = memory(this_machine())
     if shard > usable:
         remedy = "a part does not fit into a memory like this machine's: take more machines"
         return Finding("model", f"{text}, of {usable / GB:.1f} GB", "problem", remedy)
-    return Finding("model", f"{text}; split {' or '.join(splits)}")
-
-
-def shard_bytes(model: nn.Module, num_ranks: int, is_pipeline: bool) -> float:
-    """Bytes of the largest part: of each layer, or of a pipeline's as many as rank 0 has."""
-    layers = sum(map(weight_bytes, model.layers))
-    num = len(model.layers)
-    share = -(-num // num_ranks) / num if is_pipeline else 1 / num_ranks
-    return weight_bytes(model) - layers + share * layers
-
-
-PIPELINE = "between its layers (--pipeline)"
-
-
-def ways_to_split(config: dict[str, Any], model: nn.Module, num_ranks: int) -> dict[str, bool]:
-    """Ways in words, and whether mlx-lm has them for this target and so many machines."""
-    can_shard = hasattr(model, "shard")
-    try:
-        check_heads(config | (config.get("text_config") or {}), num_ranks)
-    except ValueError:
-        can_shard = False
-    can_pipeline = hasattr(vars(model).get("model") or model.get("model"), "pipeline")
-    return {"within its layers": can_shard, PIPELINE: can_pipeline}
+    return Finding("model", f"{text}; split {' or '.join(ways)}")
 
 
 def check_context(model: nn.Module, draft_model: str | None, context: int) -> Finding:
@@ -338,19 +314,16 @@ def check_passes(machine: Machine, model: nn.Module) -> list[Finding]:
     """Costs of passes of 2 to 8 rows by the table of machines, and the attention they take."""
     weights = TargetWeights.of(model)
     if machine.products is None:
-        text = machine.advice
-    elif weights.packing is None and weights.experts is None and not machine.products.dense_source:
-        text = "the weights are not packed, which the table of machines does not cover"
-        text += ": auto measures"
+        found = [Finding("passes", machine.advice)]
     else:
-        text = pass_words(machine, weights)
-    found = [Finding("passes", text)]
-    if machine.products is not None:
+        known = weights.packing or weights.experts is not None or machine.products.dense_source
+        unknown = "the weights are not packed, which the table of machines does not cover"
         text = (
             f"{speedup_words(machine, weights)} with a head, for tau of 2 to 3 at k = 3: computed "
+            "from the costs of passes, not measured"
         )
-        text += "from the costs of passes, not measured"
-        found.append(Finding("speedup", text))
+        passes = pass_words(machine, weights) if known else f"{unknown}: auto measures"
+        found = [Finding("passes", passes), Finding("speedup", text)]
     if weights.experts is not None:
         found.append(Finding("experts", EXPECTED))
     if machine.backend == "metal":
@@ -380,7 +353,7 @@ def check_vocabulary(folder: Path, model: nn.Module) -> list[Finding]:
 
 def check_precision(machine: Machine, config: dict[str, Any]) -> list[Finding]:
     """Another type for a target whose activations have one that the GPU emulates."""
-    text = config | (config.get("text_config") or {})
+    text = text_config(config)
     dtype = text.get("torch_dtype") or text.get("dtype")
     if dtype == "float32" and config.get("quantization") and machine.backend == "cuda":
         return [Finding("precision", PACKED_FLOAT32, "note", NO_TENSOR_CORES)]
@@ -394,15 +367,13 @@ def check_precision(machine: Machine, config: dict[str, Any]) -> list[Finding]:
 def pass_words(machine: Machine, weights: TargetWeights) -> str:
     """ "k = 1 to 7 cost about 1.0, 1.2, ... plain steps a pass (measured on an M4 Pro)" """
     costs = [weights.pass_cost(machine, k + 1) for k in LENGTHS]
-    products = machine.products
-    experts = weights.experts
-    source = "a guess"
-    if products is not None:
-        source = (products.source if weights.packing else products.dense_source) or source
+    assert machine.products is not None
+    source = machine.products.source if weights.packing else machine.products.dense_source
     words = (
         f"k = {LENGTHS[0]} to {LENGTHS[-1]} cost about "
-        f"{', '.join(f'{cost:.1f}' for cost in costs)} plain steps a pass ({source})"
+        f"{', '.join(f'{cost:.1f}' for cost in costs)} plain steps a pass ({source or 'a guess'})"
     )
+    experts = weights.experts
     if experts is None:
         return words
     return (

@@ -28,7 +28,6 @@ from mlx.utils import tree_map
 from mlx_lm.models.cache import make_prompt_cache
 
 from .. import __version__
-from ..bench.batch_runs import run_batch
 from ..bench.conditions import DEMO_NAMES, machine
 from ..bench.configurations import PLAIN, Configuration, chain_of
 from ..bench.figures import joined, markdown_table
@@ -37,7 +36,7 @@ from ..bench.measure import Measurement
 from ..bench.parity import compare, margin, next_logprobs, parity_words
 from ..bench.questions import load_questions, prompt_tokens
 from ..bench.report_file import SELF_TEST, report_of, write_report
-from ..bench.runner import Models, run_once
+from ..bench.runner import Models, run_batch, run_once
 from ..decoding.sampling import Sampling
 from ..decoding.setup import AUTO
 from ..demo.pair import demo_target_path, load_demo
@@ -280,13 +279,10 @@ def try_attention(head_dim: int, dtype_name: str) -> list[Line]:
 def tiny_llama(head_dim: int, num_key_heads: int, dtype: mx.Dtype) -> nn.Module:
     """A tiny model with random weights that are large enough to make a difference."""
     model = build(LLAMA | {"head_dim": head_dim, "num_key_value_heads": num_key_heads})
-    mx.random.seed(0)
-
-    def random(weight: mx.array) -> mx.array:
-        noise = 0.1 * mx.random.normal(weight.shape)
-        return 1.0 + noise if weight.ndim == 1 else noise
-
-    model.update(tree_map(random, model.parameters()))
+    mx.random.seed(0)  # noise around 1 in norms, and around 0 in matrices
+    model.update(
+        tree_map(lambda w: (w.ndim == 1) + 0.1 * mx.random.normal(w.shape), model.parameters())
+    )
     model.set_dtype(dtype)
     mx.eval(model.parameters())
     return model
@@ -297,8 +293,7 @@ def differences(model: nn.Module, prefix: int, dtype: mx.Dtype) -> list[tuple[in
     filled = make_prompt_cache(model)
     shape = (1, model.args.num_key_value_heads, prefix, model.args.head_dim)
     for cache in filled:
-        keys = mx.random.normal(shape).astype(dtype)
-        values = mx.random.normal(shape).astype(dtype)
+        keys, values = mx.random.normal((2, *shape)).astype(dtype)
         cache.update_and_fetch(keys, values)
     mx.eval([cache.state for cache in filled])
     tokens = mx.random.randint(0, VOCAB, (1, max(PASS_ROWS)))
@@ -405,12 +400,12 @@ class DemoPair:
         prompts = self.prompts if way == "batch" else self.prompts[:1]
         temp = 1.0 if way.startswith("sampled") else 0.0
         if way == "batch":
-            texts = [run_batch(self.models, prompts, self.num_tokens, c).tokens for c in both]
+            runs = [run_batch(self.models, prompts, self.num_tokens, c) for c in both]
         else:
             options = {"max_tokens": self.num_tokens, "temp": temp, "seed": SEED}
-            texts = [[run_once(self.models, c, prompts[0], **options).tokens] for c in both]
+            runs = [run_once(self.models, c, prompts[0], **options) for c in both]
         lines = []
-        for prompt, plain, drafted in zip(prompts, *texts, strict=True):
+        for prompt, plain, drafted in zip(prompts, *(run.texts for run in runs), strict=True):
             result = compare(self.models.target, prompt, plain, drafted)
             if temp and not result["identical"]:
                 index = result["index"]

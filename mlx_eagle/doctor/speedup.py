@@ -16,16 +16,12 @@ def expected_speedup(machine: Machine, weights: TargetWeights) -> tuple[float, f
     It is tau / (c(k + 1) + k d), without the host's part of a round; where that is below 1,
     ``auto`` turns drafting off, and it is 1.
     """
-    low, high = (_best(machine, weights, acceptance) for acceptance in ACCEPTANCES)
+    costs = {k: weights.pass_cost(machine, k + 1) + k * DRAFT_STEP for k in LENGTHS}
+    low, high = (
+        max(1.0, *(sum(acceptance**i for i in range(k + 1)) / costs[k] for k in costs))
+        for acceptance in ACCEPTANCES
+    )
     return low, high
-
-
-def _best(machine: Machine, weights: TargetWeights, acceptance: float) -> float:
-    found = [1.0]
-    for k in LENGTHS:
-        tau = sum(acceptance**i for i in range(k + 1))
-        found.append(tau / (weights.pass_cost(machine, k + 1) + k * DRAFT_STEP))
-    return max(found)
 
 
 def speedup_words(machine: Machine, weights: TargetWeights) -> str:

@@ -1,6 +1,6 @@
 """Acceptance statistics: how often a drafted or copied token was kept lately, by its place.
 
-Plain numbers. Controllers choose lengths by them, and between copies and drafts.
+They are plain numbers, from which controllers choose lengths, and copies or drafts.
 """
 
 from bisect import bisect
@@ -25,13 +25,13 @@ STEPS = 64  # between 0 and 1, to which chances are rounded, so that trees are l
 class Acceptance:
     """The share of tokens kept at each place of a draft, given that all before it were kept.
 
-    A rarely seen place leans on what is believed of it.
+    A place that was rarely reached is estimated mostly from the prior.
     """
 
     def __init__(self, believed: "float | Sequence[float] | Acceptance", num_places: int):
-        """``believed`` before anything was seen: chances by place, or the places of other texts.
+        """``believed`` is the prior: chances by place, or the acceptance of other texts.
 
-        Where it tells only of the first place, the others lean on the place before.
+        If it has only the first place, each other place starts from the place before it.
         """
         self._believed = believed
         self._reached = [0.0] * num_places
@@ -79,7 +79,7 @@ class Acceptance:
             self.see(level, rank == 0)
 
     def see(self, place: int, is_kept: bool) -> None:
-        """Record whether the token at a place that was reached was kept."""
+        """Record whether the token at a place was kept; all tokens before it were."""
         place = min(place, len(self._reached) - 1)
         self._reached[place] += 1
         self._kept[place] += is_kept
@@ -93,7 +93,7 @@ class Acceptance:
         return self._places
 
     def expected_tokens(self, shape: DraftShape) -> float:
-        """Tokens that a draft of ``shape`` emits at these chances, for trees as lately seen."""
+        """Expected tokens of a draft of ``shape``; for trees, scaled by what they emitted."""
         if shape not in self._expected:
             share = 1.0 if shape.tree is None else self._tree_share
             self._expected[shape] = share * expected_tokens(self.places, shape)
@@ -101,9 +101,9 @@ class Acceptance:
 
     @property
     def _tree_share(self) -> float:
-        """The tokens that trees emitted, of those that the chances by place foretold.
+        """Tokens that trees emitted, as a share of the number predicted from the chances by place.
 
-        Where much is accepted that is 1.06, as likely tokens are drafted further, and else .97.
+        It is 1.06 if much is accepted, as likely tokens are drafted further, and else .97.
         A round tells of it with a spread of .45, and texts differ by .07: so 41 rounds, or
         100 tokens, tell as much as what the others did.
         """
@@ -126,12 +126,12 @@ class Acceptance:
         return places
 
     def along(self, size: int) -> list[float]:
-        """The chance that it is kept, for each of the first ``size`` tokens."""
+        """The chance of each of the first ``size`` tokens to be kept."""
         return list(accumulate(_run(self.places, size), mul))
 
 
 class CopySeen(NamedTuple):
-    """Record of how far a copy was right, which followed a match of ``match_length`` tokens.
+    """Record of how far a copy after a match of ``match_length`` tokens was right.
 
     ``num_seen`` tokens of the copy were compared with the text, up to the first wrong one, and
     the first ``num_right`` of them were right. ``is_answer``: copied from another answer.
@@ -152,14 +152,14 @@ COPY_MEMORY = 0.99  # what a round's evidence on copies weighs one round later
 
 
 class CopyAcceptance:
-    """The share of copied tokens that were right lately, by how much text they continue.
+    """The share of copied tokens that were right lately, by the length of text they continue.
 
-    Seen after every round, whatever was drafted in it: a copy need not be verified for that.
-    Copies from other answers are counted by themselves.
+    Every round shows it, since even copies that were not verified can be compared with the text.
+    Copies from other answers are counted separately.
     """
 
     def __init__(self, others: "CopyAcceptance | None" = None):
-        """``others`` are the shares of other texts, on which this one leans."""
+        """``others`` are the shares of other texts, which are the prior."""
         believed = [1 - WRONG_BY_TOKEN ** min(place, MOST_BELIEVED) for place in COPY_PLACES]
         halved = [ANSWERS_SHARE * chance for chance in believed]
         num = len(COPY_PLACES)
@@ -177,7 +177,7 @@ class CopyAcceptance:
                 counts.see(_copy_class(seen.match_length + i), i < seen.num_right)
 
     def along(self, match_length: int, size: int, is_answer: bool = False) -> list[float]:
-        """The chance that it is kept, for each of ``size`` tokens behind a match."""
+        """The chance of each of ``size`` tokens after a match to be kept."""
         places = (self._answers if is_answer else self._own).places
         chances = (places[_copy_class(match_length + i)] for i in range(size))
         return list(accumulate(chances, mul))
@@ -188,9 +188,9 @@ def _copy_class(place: int) -> int:
 
 
 def expected_tokens(places: list[float], shape: DraftShape) -> float:
-    """Tokens that a draft emits, the target's own included, at these chances by place.
+    """Expected tokens of a draft, the target's own included, given the chances by place.
 
-    Of a chain that is 1 + a1 + a1 a2 + ..., where the last chance is repeated:
+    For a chain it is 1 + a1 + a1 a2 + ..., where the last chance is repeated:
     [0.8, 0.5], 3 -> 1 + 0.8 + 0.4 + 0.2
     """
     run = _run(places or [0.0], shape.size)
@@ -200,7 +200,7 @@ def expected_tokens(places: list[float], shape: DraftShape) -> float:
 
 
 def _run(places: list[float], size: int) -> list[float]:
-    """The chances at the first ``size`` places; the last one known is repeated."""
+    """The chances at the first ``size`` places; the last known one is repeated."""
     known = places[:size]
     return known + places[-1:] * (size - len(known))
 
@@ -209,8 +209,8 @@ def _run(places: list[float], size: int) -> list[float]:
 def _tokens_of_tree(shape: DraftShape, places: tuple[float, ...]) -> float:
     """1 and the chances of the tree's nodes, which are the likeliest ``nodes`` of all.
 
-    A node's chance is the product of those along its path. The first child at level i is right
-    with ``places[i]``, and each further one with ``FURTHER`` of that, where those before are not.
+    A node's chance is the product of the chances along its path. The first child at level i is
+    right with ``places[i]``, each further one with ``FURTHER`` times that if none before it is.
     """
     assert shape.tree is not None
     found = 1.0

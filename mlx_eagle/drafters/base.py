@@ -1,7 +1,7 @@
 """Interface between the loop and drafters, with its invariants.
 
-EAGLE heads, MTP layers, a small model and prompt lookup all fit, and the loop treats them alike:
-what one of them can or cannot do is a member here, never a question of its class.
+EAGLE heads, MTP layers, a small model and prompt lookup all implement it, and the loop treats them
+alike: members say what a drafter can do, so the loop never asks for its class.
 """
 
 from abc import abstractmethod
@@ -21,7 +21,7 @@ from ..target_model.tree_rows import ancestors
 from .copies import CopySource
 from .tree import Tree
 
-LONG_DRAFT = 3  # tokens: from here on each one is started when it is built
+LONG_DRAFT = 3  # tokens, from which on each one is started as soon as it is built
 
 Pick = Callable[[mx.array, mx.array | None], mx.array]
 """Chooses a draft token from logits (1, Vd): see ``accept.Choice.pick``."""
@@ -37,9 +37,9 @@ class Draft:
     ``parents`` (k,) makes them a tree, whose deepest token is ``depth`` levels below the root:
     ``parents[i]`` is the row of the verify pass that token i continues. None: a chain.
     ``static_parents`` are the same on the host, for a static tree. ``draw_index`` (k,) is that of
-    ``tree.TreeNodes``; None where no rule was asked for the tokens. ``confidence`` (k,) is the
+    ``tree.TreeNodes``; None if no rule chose the tokens. ``confidence`` (k,) is the
     drafter's own estimate of how likely each token of a chain is kept if all before it are, made
-    before the token was chosen; None where it has none.
+    before the token was chosen; None if it has none.
     """
 
     tokens: mx.array
@@ -54,11 +54,11 @@ class Draft:
 
     @property
     def num_levels(self) -> int:
-        """The longest run that can be kept."""
+        """The greatest number of tokens that can be kept."""
         return len(self) if self.parents is None else self.depth
 
     def known_parents(self) -> Sequence[int] | None:
-        """``parents`` on the host; waits for them if only the device has them."""
+        """``parents`` on the host; waits for the device if it has to."""
         if self.static_parents or self.parents is None:
             return self.static_parents
         waited: Any = self.parents.tolist()
@@ -74,8 +74,8 @@ class Draft:
     def worth(self, prices: Mapping[int, float]) -> "Draft":
         """Cut the draft where more tokens promise less than they cost; waits for ``confidence``.
 
-        ``prices`` are tokens that a round of each length must emit. Whether a token stays depends
-        on nothing that was known after it was chosen: rejection sampling needs that.
+        ``prices`` are the tokens that a round of each length must emit to pay. Whether a token
+        stays depends on nothing known after it was chosen, as rejection sampling requires.
         """
         if self.confidence is None or not prices:
             return self
@@ -101,9 +101,9 @@ def empty_draft() -> Draft:
 def start_early(token: mx.array, size: int) -> None:
     """Start computing ``token`` (1,) before the rest of a draft of ``size`` tokens is built.
 
-    A short draft is built as a whole before the device is through with the round before.
-    The first token of a long one is a choice from logits that run behind the accept pass already:
-    the device makes it while the next step is built, so it need not be any earlier.
+    A short draft is built as a whole before the device has finished the previous round. The first
+    token of a long one is chosen from logits that are queued after the accept pass already: the
+    device computes it while the next step is built.
     """
     if size >= LONG_DRAFT:
         mx.async_eval(token)
@@ -121,7 +121,7 @@ def row_at(rows: mx.array, last: mx.array | None) -> mx.array:
 
 
 def check_width(features: mx.array, width: int) -> None:
-    """Raise ValueError unless features (m, F) are of the target that a drafter was made for."""
+    """Raise ValueError unless features (m, F) have the width that a drafter was made for."""
     if features.shape[-1] != width:
         raise ValueError(
             f"the drafter takes features {width} wide, and this target's are "
@@ -130,7 +130,7 @@ def check_width(features: mx.array, width: int) -> None:
 
 
 class Picks(Protocol):
-    """Rules by which draft tokens are chosen in one round of a batch."""
+    """The way draft tokens are chosen in one round of a batch."""
 
     def pick(self, logits: mx.array, ids: mx.array | None) -> mx.array:
         """The ``Pick`` of all requests at once: logits (B, Vd) -> indices (B,)."""
@@ -141,27 +141,27 @@ class Picks(Protocol):
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Absorbs what was committed and proposes what may follow.
+    """Absorbs committed tokens and proposes tokens that may follow.
 
-    A pair couples the features of position P with the token at P + 1. With N tokens
-    committed, a drafter has absorbed N - 1 pairs, and nothing that ``propose`` left behind:
-    ``propose`` changes nothing that the next ``extend`` does not overwrite.
+    A pair is the features of position P and the token at P + 1. With N tokens committed, a
+    drafter has absorbed N - 1 pairs and nothing else: anything that ``propose`` changes is
+    overwritten by the next ``extend``.
 
-    Every drafter implements the members up to ``propose``. The members after it say what a
-    drafter can do beyond that; here they answer that it cannot, so derive from this class.
+    Every drafter implements the members up to ``propose``. The members after it say what else a
+    drafter can do; the defaults here answer that it cannot, so derive from this class.
     """
 
     taps: tuple[int, ...]
-    """Layers whose activations ``extend`` wants; () for none."""
+    """Layers whose activations ``extend`` needs; () for none."""
 
     cache: list[Any]
-    """mlx-lm caches, one slot per pair, so that the loop can cut surplus rows as the target's."""
+    """mlx-lm caches with one slot per pair; the loop cuts surplus rows from them."""
 
     num_forwards: int
     """Forward passes of the draft model since ``begin`` (prefill included)."""
 
     copies: CopySource | None = None
-    """Texts to copy from where a copy promises more than a draft; None: no copies."""
+    """Texts to copy from when a copy promises more than a draft; None: no copies."""
 
     @abstractmethod
     def begin(self, cache: list[Any] | None = None) -> "Drafter":
@@ -169,7 +169,7 @@ class Drafter(Protocol):
 
     @abstractmethod
     def make_cache(self) -> list[Any]:
-        """Fresh caches, as mlx-lm's ``make_prompt_cache`` asks a model for them."""
+        """Fresh caches; mlx-lm's ``make_prompt_cache`` calls a model's method of this name."""
 
     @abstractmethod
     def extend(
@@ -179,14 +179,14 @@ class Drafter(Protocol):
 
         ``last`` () is the index of the last valid row, perhaps still on the device; rows
         after it are garbage that the loop cuts from ``cache`` later. None means m - 1.
-        ``features`` None, where there are taps: the first token (1,) of a request. What came
-        before it, if anything, is in ``cache``, and so are its features where
-        ``save_last_features`` was called.
+        If there are taps, ``features`` None marks the first token (1,) of a request. The position
+        before it, if any, is in ``cache``; so are its features if ``save_last_features`` was
+        called.
         """
 
     @abstractmethod
     def propose(self, size: int, pick: Pick) -> Draft:
-        """Draft at most ``size`` >= 1 tokens that may follow the last token absorbed."""
+        """Draft at most ``size`` >= 1 tokens to follow the last absorbed token."""
 
     def __repr__(self) -> str:
         """The class, the size of the weights in MB, and the taps, where there are any."""
@@ -208,27 +208,27 @@ class Drafter(Protocol):
         return []
 
     def save_last_features(self, features: mx.array) -> None:
-        """Keep features (1, F) of the last position in ``cache``, for the next request."""
+        """Keep the features (1, F) of the last position in ``cache`` for the next request."""
         return
 
     def pending(self) -> list[mx.array]:
-        """Arrays the next ``propose`` starts from, so that the loop can have them computed."""
+        """Arrays that the next ``propose`` starts from, for the loop to compute early."""
         return []
 
     @property
     def longest_draft(self) -> int | None:
-        """The most tokens it ever drafts: 0 if it drafts none, None if there is no limit."""
+        """The greatest number of tokens it drafts: 0 if it drafts none, None for no limit."""
         return None
 
     @property
     def cost_key(self) -> str:
-        """Key of the cost of its rounds, which depends on nothing but this and ``modules``."""
+        """Key for the cost of its rounds, which depends only on this and on ``modules``."""
         return type(self).__name__
 
     def see_target(self, caches: CacheView) -> None:
-        """Look at the target's caches, which hold one slot per pair now; before ``propose``.
+        """Read the target's caches before ``propose``; they have one slot per pair then.
 
-        ``caches`` is good until ``propose`` has returned, and only for reading.
+        ``caches`` is valid until ``propose`` returns, and must not be changed.
         """
         return
 
@@ -238,16 +238,16 @@ class Drafter(Protocol):
         return False
 
     def check_tree(self, shape: Tree) -> None:
-        """Raise ValueError, before anything is drafted, if it cannot draft that tree."""
+        """Raise ValueError if it cannot draft that tree; called before anything is drafted."""
         raise ValueError("this drafter proposes chains only: leave the tree out.")
 
     def propose_tree(self, shape: Tree, pick: PickChildren) -> Draft:
-        """Draft a tree that may follow the last token absorbed."""
+        """Draft a tree to follow the last absorbed token."""
         self.check_tree(shape)
         raise NotImplementedError
 
     def check_embeddings(self, embeddings: mx.array) -> None:
-        """Raise ValueError unless ``extend`` takes embeddings (m, h) in the place of tokens."""
+        """Raise ValueError unless ``extend`` takes embeddings (m, h) instead of tokens."""
         raise ValueError(
             "this drafter reads tokens, and input_embeddings have none: use an EAGLE head or an "
             "MTP layer alone, or no draft model."
@@ -259,21 +259,21 @@ class Drafter(Protocol):
         return False
 
     def use_overlay(self, is_used: bool) -> None:
-        """Keep drafted slots outside the caches from now on, or inside; drafts stay the same."""
+        """Keep drafted slots outside the caches from now on, or inside; drafts do not change."""
         return
 
     def batch_drafter(self) -> "BatchDrafter | None":
-        """A drafter for several requests in shared passes, with none yet; None: it cannot."""
+        """A drafter that serves several requests in shared passes; None if there is none."""
         return None
 
     def with_copies(self) -> Self:
-        """The same drafter, whose drafts may be replaced by copies from the text."""
+        """The same drafter, except that copies from the text may replace its drafts."""
         made = copy(self)
         made.copies = CopySource()
         return made
 
     def with_draft_window(self, size: int | None) -> "Drafter":
-        """The same weights with caches of the newest ``size`` slots; None: of all slots."""
+        """The same weights with caches of only the newest ``size`` slots; None: of all."""
         if size is not None:
             raise ValueError(
                 "a draft window is for EAGLE heads and heads of blocks, and this is another "
@@ -282,18 +282,18 @@ class Drafter(Protocol):
         return self
 
     def with_draft_vocab(self, ids: np.ndarray) -> "Drafter":
-        """The same weights, drafting only the tokens ``ids`` (n,), in order, and its prompts'."""
+        """The same weights, drafting only the tokens ``ids`` (n,), sorted, and its prompt's."""
         raise ValueError(
             "a draft vocabulary is for heads, MTP layers and assistants, and this is another "
             "drafter: leave it out."
         )
 
     def see_text(self, tokens: Callable[[], np.ndarray]) -> None:
-        """Look at what a request begins with, (n,), before the first ``extend``."""
+        """Read the tokens (n,) that a request begins with, before the first ``extend``."""
         return
 
     def with_draft_cache(self, draft_cache: str) -> "Drafter":
-        """The same weights, absorbing in another way: "exact" or "lagging"."""
+        """The same weights with another way of absorbing pairs: "exact" or "lagging"."""
         if draft_cache != "exact":
             raise ValueError(
                 "a lagging draft cache is for EAGLE heads that draft step by step: leave it out "
@@ -303,7 +303,7 @@ class Drafter(Protocol):
 
 
 def is_drafter(draft_model: Any) -> TypeGuard[Drafter]:
-    """Whether our loop runs for ``draft_model``: it has the methods of a ``Drafter``.
+    """Whether ``draft_model`` has the members of a ``Drafter``, so that our loop can use it.
 
     Raises ValueError for a name, which has to be opened first.
     """
@@ -317,9 +317,9 @@ def is_drafter(draft_model: Any) -> TypeGuard[Drafter]:
 
 
 class NullDrafter(Drafter):
-    """A ``Drafter`` that absorbs nothing and proposes nothing.
+    """A ``Drafter`` that absorbs and proposes nothing.
 
-    ``num_forwards`` is the count of the drafter that it replaces.
+    ``num_forwards`` continues the count of the drafter that it replaces.
     """
 
     taps: tuple[int, ...] = ()
@@ -338,24 +338,24 @@ class NullDrafter(Drafter):
     def extend(
         self, tokens: mx.array, features: mx.array | None, last: mx.array | None = None
     ) -> None:
-        """Ignore the pairs: nothing absorbs them."""
+        """Ignore the pairs."""
 
     def propose(self, size: int, pick: Pick) -> Draft:
         return empty_draft()
 
 
 class PendingPairs:
-    """Pairs that a drafter has yet to absorb, of one request or of several.
+    """Pairs that a drafter has not absorbed yet, for one request or for several.
 
-    Tokens are (m,), of several requests (B, m), with features (m, F) or (B, m, F) where the
-    drafter is fed any.
+    Tokens are (m,), for several requests (B, m), with features (m, F) or (B, m, F) if the drafter
+    takes any.
     """
 
     def __init__(self) -> None:
         self._rounds: list[tuple[int, mx.array, mx.array | None, Sequence[int]]] = []
 
     def __len__(self) -> int:
-        """Number of tokens of the request that has the most."""
+        """The greatest number of tokens of any request."""
         return max(self.lengths, default=0)
 
     @property
@@ -379,7 +379,7 @@ class PendingPairs:
         self._rounds.append((position, tokens, features, lengths))
 
     def drop_from(self, position: int) -> None:
-        """Forget what was emitted from there on."""
+        """Forget the tokens emitted from ``position`` on."""
         self._rounds = [each for each in self._rounds if each[0] < position]
 
     def keep(self, index: Sequence[int]) -> None:
@@ -421,19 +421,19 @@ class PendingPairs:
 
 
 class BatchDrafter(Protocol):
-    """A drafter for B requests, in order; see ``Drafter`` for what is drafted and absorbed."""
+    """A drafter for B requests, in order; ``Drafter`` explains drafting and absorbing."""
 
     def num_forwards(self, index: int) -> int:
-        """Forward passes since that request joined, shared ones included."""
+        """Forward passes since request ``index`` joined, shared ones included."""
 
     def join(self, drafter: Drafter) -> None:
-        """Add a request behind the others, with what ``drafter`` has absorbed for it."""
+        """Append a request, with everything that ``drafter`` has absorbed for it."""
 
     def keep(self, index: list[int]) -> None:
         """Drop all requests except ``index``."""
 
     def extract(self, index: int) -> Drafter:
-        """One request's drafter, as if it had drafted for that request only."""
+        """One request's drafter, as if it had never shared passes."""
 
     def see_target(self, caches: Any) -> None:
         """See ``Drafter.see_target``; ``caches`` are the ``RaggedCaches`` of all requests."""
@@ -441,9 +441,9 @@ class BatchDrafter(Protocol):
     def propose(
         self, size: int, picks: Picks, is_asked: Sequence[bool]
     ) -> tuple[mx.array, list[int]]:
-        """Drafts (B, k) int32, and how many tokens of each count; k is at most ``size``.
+        """Drafts (B, k) int32, k at most ``size``, and the number of valid tokens in each.
 
-        Drafts of requests that were not asked for any are ignored.
+        Drafts for requests whose ``is_asked`` is false are ignored.
         """
 
     def extend(
@@ -455,11 +455,11 @@ class BatchDrafter(Protocol):
     ) -> None:
         """Absorb pairs: tokens (B, m), features (B, m, F), the first ``num_rows[b]`` of request b.
 
-        ``last`` (B,) as in ``Drafter.extend``: they count once ``advance`` has said how many.
+        ``last`` (B,) is as in ``Drafter.extend``; ``advance`` then says how many pairs to keep.
         """
 
     def advance(self, kept: list[int]) -> None:
-        """Keep the first ``kept[b]`` pairs of request b among those absorbed last."""
+        """Keep the first ``kept[b]`` of the pairs that request b absorbed last."""
 
     def pending(self) -> list[mx.array]:
-        """Arrays the next ``propose`` starts from, as ``Drafter.pending``."""
+        """Arrays that the next ``propose`` starts from, as in ``Drafter.pending``."""

@@ -1,4 +1,4 @@
-"""Drafting for several requests at once: in shared passes of a head, or one by one.
+"""Drafters for several requests: in shared passes of a head, or one by one.
 
 Both do what a ``Drafter`` does, for B requests that come and go: an EAGLE head for all in one
 forward of (B, 1) per drafted token and one of (B, R) to absorb what was verified, any other
@@ -31,7 +31,7 @@ class HeadBatchDrafter:
     """
 
     def __init__(self, drafter: FeatureDrafter):
-        """``drafter`` says what its head is given and what it gives."""
+        """``drafter`` defines the inputs and outputs of its head."""
         self._num_forwards = 0
         self._joined: list[int] = []  # how many there were before each request
         self._own = drafter
@@ -55,7 +55,7 @@ class HeadBatchDrafter:
         self._joined.append(self._num_forwards)
 
     def _widen(self, seen: tuple[int, ...]) -> bool:
-        """Draft what a request's text adds as well; False where that changes the vocabulary."""
+        """Also draft the tokens of a request's text; False if that changes the vocabulary."""
         self._seen.append(seen)
         own = self._own
         if own.rows is None:
@@ -92,7 +92,7 @@ class HeadBatchDrafter:
     ) -> tuple[mx.array, list[int]]:
         """Draft for all: a head forward for each token but the first.
 
-        ModelOpt's parallel heads, where the head has some, say the last tokens without one.
+        ModelOpt's parallel heads, if there are any, draft the last tokens without a forward.
         """
         assert self._start, "every request has absorbed its first token"
         batch = len(self._caches.rows.lengths)
@@ -119,7 +119,7 @@ class HeadBatchDrafter:
         last: mx.array | None = None,
         num_rows: Sequence[int] | None = None,
     ) -> None:
-        """Absorb all rows; none counts before ``advance``."""
+        """Absorb all rows; ``advance`` then says how many count."""
         assert features is not None
         check_width(features, self._own.width)
         rows = self._absorb(tokens, features)
@@ -131,7 +131,7 @@ class HeadBatchDrafter:
         self._start = self._start_at(starts)
 
     def _absorb(self, tokens: mx.array, features: mx.array) -> mx.array:
-        """Feed the head tokens (B, m) and features (B, m, F): rows (B, m, ...) to start from."""
+        """Give the head tokens (B, m), features (B, m, F): rows (B, m, ...) to start from."""
         return self._forward(tokens, self._own.hidden_of(features))
 
     def _start_at(self, starts: mx.array) -> list[mx.array]:
@@ -142,11 +142,11 @@ class HeadBatchDrafter:
         self._caches.advance(kept)
 
     def pending(self) -> list[mx.array]:
-        """States and the first tokens' logits."""
+        """Hidden states and the first tokens' logits."""
         return list(self._start)
 
     def _forward(self, tokens: mx.array, hidden: mx.array) -> mx.array:
-        """Run the head behind what is kept: tokens (B, m), states (B, m, h) -> (B, m, h)."""
+        """Run the head after the kept slots: tokens (B, m), hidden (B, m, h) -> (B, m, h)."""
         self._num_forwards += 1
         return self._own.forward(self._own._embed(tokens), hidden, self._caches.open())
 

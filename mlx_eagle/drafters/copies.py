@@ -1,4 +1,4 @@
-"""Copies: tokens that followed the end of a text where it stood before, in place of drafted ones.
+"""Copies: tokens that followed an earlier occurrence of the text's end, used instead of drafts.
 
 Prompt lookup (Saxena 2023, "prompt lookup decoding"; Yang et al. 2023, arXiv:2304.04487) on all
 that a request has seen: its prompt, what its prompt cache held before, and what it has emitted;
@@ -25,8 +25,8 @@ Tokens = Sequence[int] | np.ndarray
 class Copies:
     """Copies for one request.
 
-    ``text`` holds all its tokens that the host has read. ``num_unread`` more were committed since,
-    by a plain step that the host has yet to read.
+    ``text`` has all its tokens that the host has read. ``num_unread`` more have been committed by
+    a plain step that the host has not read yet.
     """
 
     def __init__(self, text: SeenText, answers: EarlierAnswers | None = None, scope: Scope = ()):
@@ -56,12 +56,12 @@ class Copies:
         return other if other.length > own.length else own
 
     def tokens(self, size: int) -> list[int]:
-        """Copy at most ``size`` tokens that may follow what was committed."""
+        """Copy at most ``size`` tokens that may follow the committed ones."""
         start = self.num_unread
         return list(self.match.tokens[start : start + size])
 
     def read(self, run: Sequence[int]) -> CopySeen:
-        """Add the tokens of a round, and say how far a copy in its place was right."""
+        """Add the tokens of a round; return how far a copy was, or would have been, right."""
         match = self.match
         self.text.extend(run)
         self.num_unread = 0

@@ -1,6 +1,6 @@
 """Drafts of a whole block from one forward pass: DFlash.
 
-The target's activations of every committed position are keys and values that the head attends to.
+The head attends to keys and values made from the target's activations at all committed positions.
 Behind them it is given the newest token and masked slots, all at once, and says what stands in
 each. Keys and values of the block do not stay.
 
@@ -212,7 +212,7 @@ class DFlashHead(nn.Module):
             layer.self_attn.absorb(context, cache)
 
     def __call__(self, x: mx.array, caches: Caches) -> mx.array:
-        """States (B, m, h) of a block's rows x (B, m, h), which are left in the caches."""
+        """Hidden states (B, m, h) of a block's rows x (B, m, h), which stay in the caches."""
         base = caches[0].offset
         num_rows = x.shape[1]
         if isinstance(base, int):
@@ -227,7 +227,7 @@ class DFlashHead(nn.Module):
 
 
 class DFlashDrafter(FeatureDrafter):
-    """A ``Drafter`` around a DFlash head: one forward of the head for a draft of any length."""
+    """A ``Drafter`` with a DFlash head: one head forward for a draft of any length."""
 
     head: DFlashHead
 
@@ -238,9 +238,9 @@ class DFlashDrafter(FeatureDrafter):
         project: Callable[[mx.array], mx.array],
         to_target: mx.array | None = None,
     ):
-        """``embed`` maps tokens to the target's embeddings, ``project`` states to logits.
+        """``embed`` maps tokens to the target's embeddings, ``project`` hidden states to logits.
 
-        ``to_target`` (Vd,) maps draft ids to target ids, None where they are the same.
+        ``to_target`` (Vd,) maps draft ids to target ids; None if they are the same.
         """
         self._embed = embed
         self._project = project
@@ -256,9 +256,9 @@ class DFlashDrafter(FeatureDrafter):
         return self.head.config.longest_draft
 
     def with_draft_window(self, size: int | None) -> "DFlashDrafter":
-        """The same weights, seeing only the context of the newest ``size`` tokens; None: as made.
+        """The same weights, attending to only the newest ``size`` tokens; None: unchanged.
 
-        All of it stays in the caches: heads made for short texts draft worse where they see more.
+        The caches keep everything: heads trained on short texts draft worse if they see more.
         """
         if size is None:
             return self
@@ -279,7 +279,7 @@ class DFlashDrafter(FeatureDrafter):
         return row_at(tokens, last)
 
     def _first_logits(self, seed: mx.array) -> mx.array:
-        """No logits yet: the block has to run first."""
+        """Nothing, since the block has to run before there are logits."""
         return mx.zeros((0,))
 
     def pending(self) -> list[mx.array]:
@@ -288,7 +288,7 @@ class DFlashDrafter(FeatureDrafter):
         return super().pending() + [a for cache in caches for a in (cache.keys, cache.values)]
 
     def propose(self, size: int, pick: Pick) -> Draft:
-        """A chain of ``size`` tokens, or as many as a block has."""
+        """A chain of ``size`` tokens, or fewer if a block has fewer."""
         anchor = self._seed
         hidden = self._hidden(min(size, self.longest_draft))
         tokens = mx.concatenate(self.read(hidden, anchor, pick))
@@ -296,7 +296,7 @@ class DFlashDrafter(FeatureDrafter):
         return Draft(tokens, confidence=self.confidence(hidden[0], before))
 
     def _hidden(self, size: int) -> mx.array:
-        """States (1, k, h) of the slots of a block that draft ``size`` tokens."""
+        """Hidden hidden states (1, k, h) of the slots of a block that draft ``size`` tokens."""
         block = self.block_after(self._embedded(self._seed)[None], size)
         hidden = self.head(block, self.cache[:-1])
         self.num_forwards += 1
@@ -309,7 +309,7 @@ class DFlashDrafter(FeatureDrafter):
 
     @property
     def num_choices(self) -> int:
-        """Number of tokens that a slot chooses among."""
+        """Number of tokens that a slot chooses from."""
         return self.num_drafted or self.head.config.draft_vocab_size
 
     def check_tree(self, shape: Tree) -> None:
@@ -321,9 +321,9 @@ class DFlashDrafter(FeatureDrafter):
             )
 
     def propose_tree(self, shape: Tree, pick: PickChildren) -> Draft:
-        """A tree from one forward: a level's nodes share a slot, and differ by the tokens before.
+        """A tree from one forward: nodes of a level share a slot, and differ in the path before.
 
-        A level is chosen from what the slot says after each of them: see ``after``.
+        The children of a node are chosen from the slot's logits after it: see ``after``.
         """
         slots = self.slots(self._hidden(shape.depth))
         level = 0
@@ -345,11 +345,11 @@ class DFlashDrafter(FeatureDrafter):
         return self._grown(shape, first, step, pick)
 
     def confidence(self, hidden: mx.array, before: mx.array) -> mx.array | None:
-        """``Draft.confidence`` from the states (k, h) of the slots and the tokens before each."""
+        """``Draft.confidence`` from hidden states (k, h) of slots and the tokens before each."""
         return None
 
     def block_after(self, anchors: mx.array, size: int) -> mx.array:
-        """The rows (B, m, h) of a block that drafts ``size`` tokens, behind anchors (B, 1, h)."""
+        """The rows (B, m, h) of a block that drafts ``size`` tokens after anchors (B, 1, h)."""
         num_masks = size + self.head.config.first_slot - 1
         shape = (anchors.shape[0], num_masks, anchors.shape[2])
         return mx.concatenate([anchors, mx.broadcast_to(self._mask, shape)], axis=1)
@@ -370,7 +370,7 @@ class DFlashDrafter(FeatureDrafter):
         return tokens
 
     def slots(self, hidden: mx.array) -> list[mx.array]:
-        """Arrays (B, k, ...) of what ``after`` is told of each slot, from states (B, k, h)."""
+        """Arrays (B, k, ...) that ``after`` needs of each slot, from hidden states (B, k, h)."""
         return [self.logits(hidden)]
 
     def start(self, num_requests: int) -> mx.array:
@@ -382,7 +382,7 @@ class DFlashDrafter(FeatureDrafter):
     ) -> tuple[mx.array, mx.array]:
         """Logits (m, Vd) of a slot after tokens (m,), and what is carried to the next slot.
 
-        ``slot`` is the slot's part of ``slots``, (m, ...) each. Here no token tells anything.
+        ``slot`` is the slot's part of ``slots``, (m, ...) each. DFlash ignores the tokens.
         """
         return slot[0], carried
 
@@ -428,9 +428,9 @@ class BlockBatchDrafter(HeadBatchDrafter):
 
 
 def is_block_head(names: Collection[str], having: str = "") -> bool:
-    """Whether there is a norm behind the fusion matrix, which only drafters of blocks have.
+    """Whether there is a norm after the fusion matrix, which only drafters of blocks have.
 
-    There must be a tensor whose name begins with ``having`` as well.
+    There must also be a tensor whose name begins with ``having``.
     """
     bare = {bare_name(name) for name in names}
     needed = {"fc.weight", "hidden_norm.weight", "layers.0.self_attn.q_norm.weight"}
@@ -444,7 +444,7 @@ def block_kind(
     having: str = "",
     tensors_of: Callable[[Tensors], Tensors] = known_tensors,
 ) -> Kind:
-    """The row of such heads in the table of kinds, by the classes of config, head and drafter.
+    """The row in the table of kinds for heads with these classes of config, head and drafter.
 
     ``having`` is as in ``is_block_head``. ``tensors_of`` gives the published tensors the names of
     our modules, and ``config_from`` makes our config from them and the published one.

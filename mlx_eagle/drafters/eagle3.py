@@ -1,8 +1,8 @@
 """Drafts from an EAGLE head: chains, trees, and drafts of one pass.
 
-EAGLE-3: Li et al. 2025, arXiv:2503.01840. Here it is decided which state, token and position
-the head is fed. P-EAGLE (arXiv:2602.01469): behind the slots of the pairs it absorbs, the head is
-given masked ones, which know neither token nor features and stand for the tokens that follow.
+EAGLE-3: Li et al. 2025, arXiv:2503.01840. This module decides which hidden state, token and
+position the head gets. P-EAGLE (arXiv:2602.01469): after the slots of the pairs that it absorbs,
+the head gets masked slots, without token and features, which stand for the tokens that follow.
 """
 
 import warnings
@@ -43,7 +43,7 @@ TENSORS = (
 
 
 class EagleDrafter(FeatureDrafter):
-    """Base of drafters around an EAGLE head: its tokens, its limits, its choice.
+    """Base of drafters with an EAGLE head: vocabulary, limits, choice of tokens.
 
     One may be used in any thread, and ``begin`` may run in several threads at the same time.
     """
@@ -114,7 +114,7 @@ class EagleDrafter(FeatureDrafter):
         return self.head.parallel_logits(hidden, index, self.project)
 
     def _count(self, num_slots: int) -> None:
-        """Count a forward over that many new slots; warn once past the head's positions."""
+        """Count a forward pass over new slots; warn once past the head's positions."""
         self.num_forwards += 1
         limit = self.head.config.max_position_embeddings
         if not self._warned and self.cache[0].offset + num_slots > limit:
@@ -127,10 +127,10 @@ class EagleDrafter(FeatureDrafter):
 
 
 class Eagle3Drafter(EagleDrafter):
-    """A ``Drafter`` around an EAGLE-3 head.
+    """A ``Drafter`` with an EAGLE-3 head.
 
-    Slots of its cache that were fed true features stay; those that ``propose`` adds, fed the
-    head's own output, are dropped before it returns (arXiv:2503.01840, section 3.2).
+    Slots of its cache that were made from true features stay; ``propose`` adds slots made from
+    the head's own output, and drops them before it returns (arXiv:2503.01840, section 3.2).
 
     ``draft_cache`` "exact" absorbs every accepted token with its true features. "lagging", the
     mode of the first MLX prototype, absorbs only the newest pair of a round, at its true
@@ -174,7 +174,7 @@ class Eagle3Drafter(EagleDrafter):
         self._last: mx.array | None = None
 
     def _absorb(self, tokens: mx.array, features: mx.array, last: mx.array | None) -> mx.array:
-        """The state is (1, h)."""
+        """Absorb pairs, see ``Drafter``; returns the hidden state (1, h) to draft from."""
         if self.lagging:
             return self._absorb_lagging(tokens, features, last)
         return row_at(self._forward(tokens, self.head.fuse(features)), last)
@@ -182,7 +182,7 @@ class Eagle3Drafter(EagleDrafter):
     def propose(self, size: int, pick: Pick) -> Draft:
         """A chain of ``size`` tokens: one head forward for each but the first.
 
-        ModelOpt's parallel heads, where the head has some, say the last tokens without one.
+        ModelOpt's parallel heads, if there are any, draft the last tokens without a forward.
         """
         hidden = self._seed
         base = self._position() if self.lagging else self.cache[0].offset
@@ -233,14 +233,14 @@ class Eagle3Drafter(EagleDrafter):
 
     @property
     def supports_overlay(self) -> bool:
-        """Whether attention is not latent: slots of latent attention always go into the caches."""
+        """True unless attention is latent, whose slots always go into the caches."""
         return self.head.config.latent is None
 
     def use_overlay(self, is_used: bool) -> None:
         self._uses_overlay = is_used and self.supports_overlay
 
     def _begin_draft(self) -> list[Any]:
-        """Where drafted slots go: into the head's caches, or beside them."""
+        """Caches for drafted slots: the head's own, or overlays on them."""
         caches = self.cache[:-1]
         if self.draft_window is not None:
             caches = as_plain_caches(caches)
@@ -269,7 +269,7 @@ class Eagle3Drafter(EagleDrafter):
     def _absorb_lagging(
         self, tokens: mx.array, features: mx.array, last: mx.array | None
     ) -> mx.array:
-        """Absorb prefill whole, but of a round only the pair at ``last``."""
+        """Absorb all pairs of a prefill, but only the pair at ``last`` of a round."""
         base = self._position()
         if last is None:
             positions = mx.arange(base, base + tokens.shape[0])
@@ -283,7 +283,7 @@ class Eagle3Drafter(EagleDrafter):
         return self._forward(tokens, self.head.fuse(features), positions)[-1:]
 
     def _position(self) -> int:
-        """Pairs absorbed or passed over so far; the last round's count is known by now."""
+        """Number of pairs absorbed or skipped so far; reads the last round's count."""
         if self._last is not None:
             self._num_pairs += index_of(self._last) + 1
             self._last = None
@@ -299,7 +299,7 @@ class Eagle3Drafter(EagleDrafter):
     ) -> mx.array:
         """One head forward over tokens (m,) and hidden states (m, h) -> (m, h).
 
-        ``cache``: what the layers append to, in place of their own.
+        ``cache``: caches that the layers append to instead of their own.
         """
         self._count(tokens.shape[0])
         cache = self.cache[:-1] if cache is None else cache
@@ -308,11 +308,11 @@ class Eagle3Drafter(EagleDrafter):
 
 
 class ParallelDrafter(EagleDrafter):
-    """A ``Drafter`` around a P-EAGLE head: one head forward per round, whatever is drafted.
+    """A ``Drafter`` with a P-EAGLE head: one head forward per round, for any draft length.
 
-    The masked slots of a draft run with the pairs of the round before, as many as the last
-    draft was long. Where more are wanted, and after a prompt, they run by themselves. They never
-    stay in the cache: slot t of it is the pair t, as of any head.
+    The masked slots of a draft run with the pairs of the previous round, as many as the last
+    draft had tokens. If more are needed, and after a prompt, they run by themselves. They never
+    stay in the cache: its slot t is pair t, as with any head.
 
         rows      pairs 0 .. m - 1       masked 1 .. k - 1
         pair i    sees pairs up to i
@@ -352,7 +352,7 @@ class ParallelDrafter(EagleDrafter):
         self._size = self.head.config.speculative_tokens_hint or FIRST_SIZE
 
     def _absorb(self, tokens: mx.array, features: mx.array, last: mx.array | None) -> mx.array:
-        """The states are (k, h), of all tokens of a draft."""
+        """Absorb pairs, see ``Drafter``; returns hidden states (k, h) for a whole draft."""
         embeddings = self._embedded(tokens)
         hidden = self.head.fuse(features)
         if last is None:  # a prompt, which may be long: in the order that needs no mask
@@ -362,7 +362,7 @@ class ParallelDrafter(EagleDrafter):
         return self._forward(embeddings, hidden, last, self._size - 1)
 
     def propose(self, size: int, pick: Pick) -> Draft:
-        """A chain of ``size`` tokens, from the states of the last pair and the masked slots."""
+        """A chain of ``size`` tokens, from the last pair and the masked slots."""
         logits = self._first
         self._size = size
         if size > logits.shape[0]:
@@ -375,10 +375,10 @@ class ParallelDrafter(EagleDrafter):
     def _forward(
         self, embeddings: mx.array, hidden: mx.array, last: mx.array, num_masked: int
     ) -> mx.array:
-        """The last pair's state and those of masked slots, after one head forward.
+        """Hidden states of the last pair and of masked slots, after one head forward.
 
-        Of the m pairs, embeddings and states (m, h), the first ``last`` + 1 count. Without a
-        pair (-1) there is no state for it: (num_masked, h), else (1 + num_masked, h).
+        Of the m pairs, embeddings and hidden (m, h), the first ``last`` + 1 count. Without a
+        pair (-1) the result is (num_masked, h), else (1 + num_masked, h).
         """
         num_pairs = embeddings.shape[0]
         base = self.cache[0].offset
@@ -422,7 +422,7 @@ class ParallelDrafter(EagleDrafter):
         return mx.concatenate([own, hidden[num_pairs:]], axis=0)
 
     def forward_masked(self, num_requests: int, num_masked: int, caches: list[Any]) -> mx.array:
-        """States (B, m, h) of masked slots behind what the caches hold."""
+        """Hidden hidden states (B, m, h) of masked slots after the slots in the caches."""
         rows = self._mask_embedding, self._mask_hidden
         embeddings, hidden = (
             mx.broadcast_to(row, (num_requests, num_masked, row.shape[1])) for row in rows
@@ -431,7 +431,7 @@ class ParallelDrafter(EagleDrafter):
 
 
 class ParallelBatchDrafter(HeadBatchDrafter):
-    """Drafts for B requests in one forward over the masked slots behind what they absorbed."""
+    """Drafts for B requests in one forward over masked slots after their absorbed pairs."""
 
     _own: ParallelDrafter
 
@@ -454,13 +454,13 @@ class ParallelBatchDrafter(HeadBatchDrafter):
 
 
 def check_draft_cache(draft_cache: str) -> None:
-    """Raise ValueError for what is neither way of absorbing."""
+    """Raise ValueError for anything but "exact" and "lagging"."""
     if draft_cache not in ("exact", "lagging"):
         raise ValueError(f"draft_cache is {draft_cache!r}: give 'exact' or 'lagging'.")
 
 
 def recognise(names: Collection[str], config: Mapping[str, Any]) -> bool:
-    """Whether these are the tensors of a head as published, of a family we know or not."""
+    """Whether these are tensors of a published head, of a known family or not."""
     return any(f".{name}".endswith(TENSORS) for name in names)  # and not mlp.c_fc.weight
 
 

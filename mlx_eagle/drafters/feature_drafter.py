@@ -1,4 +1,4 @@
-"""Base of drafters that are fed the target's features: caches and state of a request."""
+"""Base of drafters that take the target's features: caches and state of a request."""
 
 from abc import abstractmethod
 from collections.abc import Callable
@@ -38,13 +38,13 @@ class FeatureDrafter(Drafter):
     """Maps tokens (m,) to (m, h)."""
 
     to_target: mx.array | None = None
-    """Target id of every draft id, (Vd,); None where they are the same."""
+    """Target id of every draft id, (Vd,); None if they are the same."""
 
     rows: OutputRows | None = None
-    """Rows of the output matrices that are drafted from; None: all."""
+    """Rows of the output matrices to draft from; None: all."""
 
     seen: tuple[int, ...] = ()
-    """Tokens of the request's text that are drafted besides the wanted ones."""
+    """Tokens of the request's text that can be drafted besides the wanted ones."""
 
     _wanted: np.ndarray | None = None
     _own_ids: mx.array | None = None  # ``to_target`` with all rows
@@ -57,9 +57,9 @@ class FeatureDrafter(Drafter):
 
     @abstractmethod
     def _absorb(self, tokens: mx.array, features: mx.array, last: mx.array | None) -> mx.array:
-        """Feed the head tokens (m,) with features (m, F): the state that a draft starts from.
+        """Give the head tokens (m,) with features (m, F); return what a draft starts from.
 
-        Embeddings (m, h) may stand for the tokens: see ``_embedded``.
+        Embeddings (m, h) may replace the tokens: see ``_embedded``.
         """
 
     @property
@@ -69,11 +69,11 @@ class FeatureDrafter(Drafter):
 
     @property
     def num_drafted(self) -> int | None:
-        """Number of tokens that can be drafted; None: all of the target's."""
+        """Number of tokens that can be drafted; None: the target's vocabulary."""
         return None if self.to_target is None else int(self.to_target.size)
 
     def with_draft_vocab(self, ids: np.ndarray) -> Self:
-        """See ``Drafter``; a head with a vocabulary of its own keeps that part of it."""
+        """See ``Drafter``; a head with its own vocabulary keeps the tokens that it has."""
         drafter = self.begin()
         if self._wanted is None:
             drafter._own_ids = self.to_target
@@ -86,7 +86,7 @@ class FeatureDrafter(Drafter):
         return drafter
 
     def with_seen(self, seen: tuple[int, ...]) -> Self:
-        """The same, drafting these tokens besides."""
+        """The same drafter, which can also draft these tokens."""
         drafter = copy(self)
         drafter._draft_from(seen)
         return drafter
@@ -98,7 +98,7 @@ class FeatureDrafter(Drafter):
         self._draft_from(tuple(seen[seen >= 0].tolist()))
 
     def _draft_from(self, seen: tuple[int, ...]) -> None:
-        """Draft the wanted tokens and others, as far as the head knows them."""
+        """Draft the wanted tokens and ``seen`` ones, if the head knows them."""
         assert self._wanted is not None
         self.seen = seen
         ids = np.concatenate([self._wanted, np.array(seen, np.int64)])
@@ -109,11 +109,11 @@ class FeatureDrafter(Drafter):
         mx.eval(self.to_target)
 
     def project(self, output: Project, x: mx.array) -> mx.array:
-        """Logits (..., Vd) from x (..., h), by the rows of ``output`` that are drafted from."""
+        """Logits (..., Vd) from x (..., h), with the rows of ``output`` to draft from."""
         return output(x) if self.rows is None else self.rows.project(output, x)
 
     def logits(self, hidden: mx.array) -> mx.array:
-        """Logits (m, Vd) after such hidden states (m, h)."""
+        """Logits (m, Vd) after hidden states (m, h)."""
         logits: mx.array = self.head.logits(hidden)
         return logits
 
@@ -125,16 +125,16 @@ class FeatureDrafter(Drafter):
         return made
 
     def hidden_of(self, features: mx.array) -> mx.array:
-        """The head's input for features (..., F): states (..., h), or the features themselves."""
+        """The head's input for features (..., F): hidden (..., h), or the features themselves."""
         return features
 
     @property
     def num_parallel_heads(self) -> int:
-        """Number of further tokens that ``parallel_logits`` predicts."""
+        """Number of additional tokens that ``parallel_logits`` predicts."""
         return 0
 
     def parallel_logits(self, hidden: mx.array, index: int) -> mx.array:
-        """Logits (m, Vd) of the token that comes ``index`` + 1 after the one of ``logits``."""
+        """Logits (m, Vd) of the token ``index`` + 1 after the one that ``logits`` predicts."""
         raise NotImplementedError
 
     def _first_logits(self, seed: mx.array) -> mx.array:
@@ -151,14 +151,14 @@ class FeatureDrafter(Drafter):
         return drafter
 
     def _start(self, cache: list[Any]) -> None:
-        """Forget the request so far; ``cache`` is that of the next."""
+        """Forget the current request; ``cache`` belongs to the next one."""
         self.cache = cache
         self.num_forwards = 0
-        self._seed = mx.zeros((0,))  # the state that a draft starts from
+        self._seed = mx.zeros((0,))  # what a draft starts from, mostly a hidden state
         self._first = mx.zeros((0,))  # the logits after it: of the first draft token
 
     def start_from(self, seed: mx.array, first: mx.array | None = None) -> None:
-        """Draft from where another has absorbed what ``cache`` holds: its ``pending``."""
+        """Start from the ``pending`` arrays of another drafter, which has filled ``cache``."""
         self._seed = seed
         self._first = mx.zeros((0,)) if first is None else first
 
@@ -168,7 +168,7 @@ class FeatureDrafter(Drafter):
     def extend(
         self, tokens: mx.array, features: mx.array | None, last: mx.array | None = None
     ) -> None:
-        """Tokens (m,) or embeddings (m, h), features (m, F)."""
+        """Absorb tokens (m,) or embeddings (m, h), with features (m, F)."""
         if features is None:
             features = last_features(self.cache[-1])
             features = None if features is None else features[:, : self.width]
@@ -191,15 +191,15 @@ class FeatureDrafter(Drafter):
             )
 
     def embed(self, tokens: mx.array) -> mx.array:
-        """Embeddings (..., h) of tokens as the head is given them."""
+        """Embeddings (..., h) of tokens, as the head takes them."""
         return self._embed(tokens)
 
     def _embedded(self, tokens: mx.array) -> mx.array:
-        """Embeddings (m, h) of tokens (m,); embeddings given in their place are returned."""
+        """Embeddings (m, h) of tokens (m,); embeddings given instead are returned."""
         return tokens if tokens.ndim == 2 else self._embed(tokens)
 
     def choose(self, logits: mx.array, pick: Pick) -> mx.array:
-        """The choices among logits (m, Vd), as target ids (m,) int32."""
+        """The tokens picked from logits (m, Vd), as target ids (m,) int32."""
         return self.to_ids(pick(logits, self.to_target))
 
     def _grown(self, shape: Tree, first: mx.array, step: Step, pick: PickChildren) -> Draft:
@@ -209,7 +209,7 @@ class FeatureDrafter(Drafter):
         return Draft(self.to_ids(grown.ids), grown.parents, shape.depth, static, grown.draw_index)
 
     def to_ids(self, index: mx.array) -> mx.array:
-        """Draft-vocabulary indices (m,) as target ids (m,) int32."""
+        """Target ids (m,) int32 of draft-vocabulary indices (m,)."""
         return (index if self.to_target is None else self.to_target[index]).astype(mx.int32)
 
     def save_last_features(self, features: mx.array) -> None:
@@ -221,10 +221,10 @@ class FeatureDrafter(Drafter):
         cache.offset = 1
 
     def pending(self) -> list[mx.array]:
-        """The state, and the first token's logits already.
+        """The start of a draft, and the first token's logits.
 
-        So the largest matrix of a draft's first step is multiplied while the host reads the round
-        before and decides what comes next.
+        So the largest matrix product of a draft's first step runs while the host reads the
+        previous round and decides what comes next.
         """
         return [array for array in (self._seed, self._first) if array.size]
 
@@ -233,6 +233,6 @@ class FeatureDrafter(Drafter):
 
 
 def last_features(cache: KVCache) -> mx.array | None:
-    """The features kept, (1, F); None where there are none or trimming has made them stale."""
+    """The saved features (1, F); None if there are none, or trimming has made them stale."""
     kept: Any = cache.keys
     return kept[0, 0] if cache.offset else None

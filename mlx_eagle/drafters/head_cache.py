@@ -43,10 +43,10 @@ class DraftOverlay:
         scale: float,
         mask: mx.array | None = None,
     ) -> mx.array:
-        """Append keys and values (1, Hk, m, D); queries (1, H, m, D) attend to all there is.
+        """Append keys and values (1, Hk, m, D); queries (1, H, m, D) attend to all slots.
 
-        One softmax over the scores in the cache and those in the tail. ``mask`` (m, S) says which
-        of all S slots each row sees, of those in the cache all; None, for one row, is all.
+        One softmax covers the scores of the cache and of the tail. ``mask`` (m, S) says which of
+        all S slots each row sees, always all of the cache; None, for one row, means all.
         """
         self._added.append((keys, values))
         self.offset += keys.shape[2]
@@ -75,11 +75,11 @@ class DraftOverlay:
 
 
 SINKS = 4
-"""Slots at the front that stay: softmax has to put its weight somewhere, and has learned there."""
+"""First slots, which stay: heads learn to put surplus attention weight there."""
 
 
 def check_window(size: int | None, own: int | None) -> None:
-    """Raise ValueError for a window of no slots, or where a head has one of its ``own``."""
+    """Raise ValueError for a window without slots, or if a head has its ``own`` window."""
     if size is None:
         return
     if size < 1:
@@ -102,8 +102,8 @@ def make_window(size: int) -> RotatingKVCache:
 def as_plain_caches(caches: Sequence[RotatingKVCache]) -> list[KVCache]:
     """Plain caches with the slots of ``caches`` that a draft sees, in the order of the text.
 
-    In those a drafted row would overwrite slots that are still needed once it is rejected. What
-    is copied is as long as the window, not as the text.
+    In the original ones a drafted row would overwrite slots that are needed if it is rejected.
+    The copies are as long as the window, not as the text.
     """
     view = CacheView(caches)
     copies = [KVCache() for _ in caches]

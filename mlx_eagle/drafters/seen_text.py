@@ -1,4 +1,4 @@
-"""Tokens of a text in one growing array, and where the end of the text stands earlier.
+"""Tokens of a text in one growing array, and matches of its end with earlier text.
 
 Nothing is indexed. A match is found by comparing the array with itself: 0.1 ms in a text of
 100,000 tokens, off the device's path. To load it takes 2 ms, and a token takes 4 bytes. An n-gram
@@ -20,9 +20,9 @@ FREE_SLOTS = 1024  # of an array that was full, and a quarter of its tokens more
 
 @dataclass(frozen=True)
 class TextMatch:
-    """The ``length`` last tokens of a text stand elsewhere, and ``tokens`` follow them there.
+    """A match: the last ``length`` tokens of a text occur elsewhere, followed by ``tokens``.
 
-    ``is_answer``: in another answer, not in the text itself.
+    ``is_answer``: elsewhere is another answer, not the text itself.
     """
 
     length: int = 0
@@ -45,11 +45,11 @@ class SeenText:
 
     @property
     def tokens(self) -> np.ndarray:
-        """The text, (n,), for reading."""
+        """The text (n,), which must not be changed."""
         return self._array[: self._length]
 
     def extend(self, tokens: Sequence[int] | np.ndarray) -> None:
-        """Add tokens behind the text."""
+        """Append tokens to the text."""
         length = self._length + len(tokens)
         if length > len(self._array):
             grown = np.empty(length + length // 4 + FREE_SLOTS, np.int32)
@@ -59,7 +59,7 @@ class SeenText:
         self._length = length
 
     def cut(self, length: int) -> None:
-        """Drop everything behind the first ``length`` tokens."""
+        """Drop everything after the first ``length`` tokens."""
         self._length = min(self._length, length)
 
     def drop_first(self, num_tokens: int) -> None:
@@ -69,7 +69,7 @@ class SeenText:
 
     @property
     def end(self) -> np.ndarray:
-        """The last tokens, as far as matches are compared."""
+        """The last tokens, at most as many as matches compare."""
         return self.tokens[-LONGEST_MATCH:]
 
     def match(self, size: int, end: np.ndarray | None = None) -> TextMatch:
@@ -101,9 +101,9 @@ class SeenText:
 
 
 def _longest(text: np.ndarray, end: np.ndarray, starts: np.ndarray) -> tuple[int, int]:
-    """The length of the longest match that ends before one of ``starts``, and the place.
+    """The length of the longest match that ends before one of ``starts``, and that start.
 
-    The token before each place is the last of ``end``.
+    The token before each start is the last of ``end``.
     """
     for length in (2, 3):
         if len(end) < length or end[-length] == GAP:

@@ -15,18 +15,18 @@ from typing import NamedTuple
 import mlx.core as mx
 
 Branch = Callable[[mx.array, int], tuple[mx.array, mx.array]]
-"""Children of nodes: logits (m, Vd) and how many -> draft ids (m, n), and log of how likely each
-one is kept, (m, n), the likeliest first."""
+"""Children of nodes: logits (m, Vd) and n -> draft ids (m, n), and log-probabilities (m, n) that
+each is kept, the likeliest first."""
 
 Step = Callable[[mx.array, mx.array], mx.array]
-"""One more level: draft ids (m,), which continue rows (m,) of the last one -> logits (m, Vd)."""
+"""One more level: draft ids (m,) after rows (m,) of the last level -> logits (m, Vd)."""
 
 
 @dataclass(frozen=True)
 class TreeNodes:
     """The nodes of a tree: draft ids (k,), and the ``parents`` (k,) that they continue.
 
-    ``draw_index`` (k,) says where each one stands among all children that were asked for, level by
+    ``draw_index`` (k,) is the index of each node among all children that were asked for, level by
     level, node by node.
     """
 
@@ -84,8 +84,8 @@ class TreeShape(NamedTuple):
     def grow(self, logits: mx.array, step: Step, branch: Branch) -> TreeNodes:
         """The tree, from logits (1, Vd) after the root.
 
-        ``step`` is called for every level but the last, with ``width`` nodes. Which children stay
-        follows from how likely they are and nothing else: ``accept.Reject`` needs that.
+        ``step`` is called for every level but the last, with ``width`` nodes. The choice of
+        children depends only on their probabilities: ``rejection.Reject`` needs that.
         """
         beam = mx.array([-1])
         reached = mx.zeros((1,))  # the root
@@ -113,11 +113,11 @@ class TreeShape(NamedTuple):
 
 @dataclass(frozen=True)
 class StaticTree:
-    """A tree of one form, whatever the draft's probabilities (EAGLE-1, arXiv:2401.15077).
+    """A tree of fixed shape, for any probabilities of the draft (EAGLE-1, arXiv:2401.15077).
 
-    ``children[d][i]`` says how many children the i-th node of depth d gets, its likeliest
-    continuations; none where the entry is left out. Nodes of one depth stand in the order of
-    their parents, likeliest first: ((2,), (2, 1)) has the ranks 0, 1, 00, 01, 10.
+    ``children[d][i]`` is the number of children of the i-th node of depth d, its likeliest
+    continuations; a missing entry means none. Nodes of one depth are in the order of their
+    parents, likeliest first: ((2,), (2, 1)) has the ranks 0, 1, 00, 01, 10.
     """
 
     children: tuple[tuple[int, ...], ...]
@@ -141,7 +141,7 @@ class StaticTree:
 
     @classmethod
     def parse(cls, text: str) -> "StaticTree":
-        """Read ``eagle1``, ``rootWIDTH:DEPTH`` or children by level; ValueError for all else.
+        """Read ``eagle1``, ``rootWIDTH:DEPTH`` or children by level; ValueError for anything else.
 
         Levels are separated by slashes, the nodes of a level by plus signs: 2/2+1 is the tree
         of the example above. rootW:D is W chains of D tokens side by side.
@@ -172,7 +172,7 @@ class StaticTree:
 
     @cached_property
     def width(self) -> int:
-        """The most children of one node."""
+        """The greatest number of children of one node."""
         return max(map(max, self.children))
 
     @cached_property
@@ -223,7 +223,7 @@ Tree = TreeShape | StaticTree
 
 
 def check_tree_width(shape: Tree, num_tokens: int) -> None:
-    """Raise ValueError where a node has more children than there are tokens to draft."""
+    """Raise ValueError if a node has more children than there are tokens to draft."""
     if shape.width > num_tokens:
         raise ValueError(
             f"the tree gives a node {shape.width} children, but the head drafts only "
@@ -240,8 +240,8 @@ def parse_tree(text: str) -> Tree:
 def top_k(scores: mx.array, k: int) -> mx.array:
     """Indices of the k greatest of scores (..., n), greatest first, ties by lower index.
 
-    Scores are finite. A few of a vocabulary are picked one after the other: Metal sorts whatever
-    does not fit one block in ten kernels or more, and a CPU takes three to ten times as long.
+    Scores are finite. A few of a vocabulary are picked one after the other: to sort more than one
+    block Metal takes ten kernels or more, and a CPU takes three to ten times as long.
     """
     size = scores.shape[-1]
     if k > MOST_PICKS or (k > 1 and size <= ONE_BLOCK):
@@ -270,10 +270,10 @@ def rerank(scores: mx.array, origins: mx.array, nodes: int) -> tuple[mx.array, m
 
 
 class DraftShape(NamedTuple):
-    """The form of a draft: a chain of ``size`` tokens, a tree of ``size`` levels, or a copy.
+    """The shape of a draft: a chain of ``size`` tokens, a tree of ``size`` levels, or a copy.
 
-    ``copy`` tokens are copied from the text in place of being drafted. With neither the round is
-    a plain step.
+    ``copy`` tokens are copied from the text instead of drafted. With neither, the round is a
+    plain step.
     """
 
     size: int
@@ -292,11 +292,11 @@ class DraftShape(NamedTuple):
 
     @property
     def num_levels(self) -> int:
-        """The longest run that can be kept."""
+        """The greatest number of tokens that can be kept."""
         return max(self.size, self.copy)
 
     def at_most(self, num_levels: int) -> "DraftShape":
-        """The same form with runs of at most n tokens; 0 or less leaves a plain step."""
+        """The same shape with at most ``num_levels`` levels; 0 or less makes a plain step."""
         most = max(0, num_levels)
         return self._replace(size=min(self.size, most), copy=min(self.copy, most))
 
@@ -307,7 +307,7 @@ class DraftShape(NamedTuple):
 
     @property
     def width(self) -> int:
-        """The most children of a node."""
+        """The greatest number of children of a node."""
         return 1 if self.tree is None else self.tree.width
 
 
@@ -322,18 +322,18 @@ COPIES = tuple(DraftShape(0, copy=size) for size in (3, 7, 15, 31))
 MOST_COPIED = COPIES[-1].copy
 
 LEAST_MATCHES = (1, 2, 3, 5, 9, 17)
-"""Tokens of a match, the least of each class for which a length is chosen ahead."""
+"""Least number of matching tokens in each class for which a length is chosen ahead."""
 
 
 NO_PRICES: Mapping[int, float] = MappingProxyType({})
 
 
 class DraftPlan(NamedTuple):
-    """Shapes chosen before the text is known that they follow.
+    """Shapes chosen before the text that they follow is known.
 
-    ``shape`` where nothing matches. ``by_match[i]`` behind a match of ``LEAST_MATCHES[i]`` tokens
-    or more; ``by_answer`` likewise where the match is in another answer. ``prices`` are tokens
-    that a round of each shorter length must emit to be worth its time; {}: do not cut the draft.
+    ``shape`` is for a text without a match, ``by_match[i]`` for a match of ``LEAST_MATCHES[i]``
+    tokens or more, ``by_answer[i]`` for one in another answer. ``prices`` are the tokens that a
+    round of each shorter length must emit to be worth its time; {}: do not cut the draft.
     """
 
     shape: DraftShape
@@ -350,7 +350,7 @@ class DraftPlan(NamedTuple):
 
 
 def chains_for(longest: int | None) -> tuple[DraftShape, ...]:
-    """The chains to choose among for a drafter of at most that many tokens; None: any number."""
+    """The chains to choose from for a drafter of at most ``longest`` tokens; None: no limit."""
     if longest is None:
         return CHAINS
     return tuple(shape for shape in CHAINS + LONG_CHAINS if shape.size <= longest)

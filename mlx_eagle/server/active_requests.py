@@ -34,9 +34,9 @@ class ActiveRequest:
     """A request that is being answered.
 
     ``num_cached`` tokens of its prompt were in caches; of the ``num_uncached`` others ``num_read``
-    have been read, and each step of ``chunks`` reads some. ``is_single``: rounds that it shared
-    have failed, and it shares none any more. At ``ends`` its caches are filed (see ``Tokenized``).
-    ``tokens`` were said. ``has_left`` its client, and ``is_overdue`` it, before this step.
+    have been read, and each step of ``chunks`` reads some. ``is_single``: a round
+    that it shared has failed, so it shares none any more. Its caches are filed at ``ends`` (see
+    ``Tokenized``). ``tokens`` were sent. Its client ``has_left``, or it ``is_overdue``.
     """
 
     answer: AnswerStream

@@ -183,6 +183,10 @@ def check_body(body: dict[str, Any], needed: str) -> dict[str, Any]:
         check_type("a tool", tool, dict)
     if any(map(is_search, body.get("tools", []))):
         body["tools"] = [tool for tool in body["tools"] if not is_search(tool)]
+    for tool in body.get("tools", []):
+        function = check_type("a tool's function", tool.get("function") or tool, dict)
+        if not isinstance(function.get("name"), str):
+            raise ValueError("a tool has no name: give its function one.")
     _check_logprobs(body, needed)
     _check_promises(body)
     _check_stop(body.get("stop", []))

@@ -35,7 +35,7 @@ class Piece:
 
 
 class _Margin:
-    """White space in front of calls and behind them, held until text or a call follows."""
+    """White space before and after calls, which waits until text or a call follows."""
 
     def __init__(self, has_calls: bool):
         self._has_calls = has_calls
@@ -43,7 +43,7 @@ class _Margin:
         self.waiting = ""
 
     def add(self, text: str) -> str:
-        """Return the text that can be shown, with what was held before it."""
+        """Return the text that can be shown, with the white space that waited before it."""
         self.waiting += text
         if self._has_calls and not self._has_text and not self.waiting.strip():
             return ""
@@ -51,14 +51,14 @@ class _Margin:
         return self.at_end()
 
     def at_call(self) -> int:
-        """Drop what is held; return the number of its letters."""
+        """Drop the waiting white space; return the number of its letters."""
         num_letters = len(self.waiting)
         self.waiting = ""
         self._has_text = False
         return num_letters
 
     def at_end(self) -> str:
-        """Return what is held."""
+        """Return the waiting white space."""
         waiting = self.waiting
         self.waiting = ""
         return waiting
@@ -245,7 +245,7 @@ class ClientSession:
 
 
 def _split(state: Any, response: PairResponse) -> tuple[Any, list[tuple[str, str]]]:
-    """Return the text machine's next state, and the texts that it gives with their kinds."""
+    """Return the text machine's next state, and the segments that it yields."""
     segments: list[tuple[str, str]] = []
     if response.finish_reason != "stop" or response.stop_word is not None:
         state, segments = TextStateMachine.split(state, response.text)

@@ -55,8 +55,8 @@ IDLE = 0.1  # seconds between looks at whether to stop, while there are no reque
 class Orders:
     """Orders for the next step, from the clients and the clock of rank 0.
 
-    Requests to begin; places, among the active ones, of those ``left`` by their clients and of
-    those ``overdue``; and whether to stop.
+    They are the requests to begin, the indices of active requests whose clients have ``left`` and
+    of requests that are ``overdue``, and whether to stop.
     """
 
     requests: list[tuple[Tokenized, PairArguments]]
@@ -104,7 +104,7 @@ class Schedule:
         return max(0, min(free, flags.prompt_concurrency - len(self._reading)))
 
     def see_clients(self) -> tuple[list[int], list[int]]:
-        """Places of the active requests that their clients have left, and of those overdue."""
+        """Indices of active requests whose clients have left, and of overdue ones."""
         answers = [active.answer for active in self._active]
         left = [i for i, answer in enumerate(answers) if answer.is_over]
         return left, [i for i, answer in enumerate(answers) if self._is_overdue(answer)]
@@ -329,7 +329,7 @@ class PairGenerator(ResponseGenerator):
     def submit(
         self, request: Tokenized, args: PairArguments, behind: AnswerStream | None = None
     ) -> AnswerStream:
-        """Queue a request. Raises RequestError for a form of no use, or if the thread has ended.
+        """Queue a request. Raises RequestError for an unusable constraint, or if the thread ended.
 
         ``behind``: an earlier answer to the same prompt, for which the prompt is read first.
         """

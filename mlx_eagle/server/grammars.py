@@ -12,7 +12,7 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..structured import Grammar, JSONSchema, Lark, Regex, embedded, read_schema
+from ..structured import Grammar, JSONSchema, Lark, Regex, Rules, embedded, read_schema
 from ..system.fields import check_type
 from .tool_calls import OfferedTool, write_calls
 
@@ -124,4 +124,4 @@ def make_grammar(constraint: Constraint, tokenizer: TokenizerWrapper) -> Grammar
         start = ["start: said | calls", f"said: %json {schema}"]
     else:
         start = ["start: text? | calls"]
-    return Lark("\n".join([*start, *rules]), tokenizer)
+    return Rules("\n".join([*start, *rules]), tokenizer)

@@ -42,6 +42,7 @@ ECHOED = (
 TYPES = {
     str: ("instructions", "previous_response_id"),
     dict: ("metadata", "reasoning", "text"),
+    int: ("max_tool_calls",),
     bool: ("store",),
     list: ("include",),
 }

@@ -12,9 +12,9 @@ from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, SPMStreamingDetokeni
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
 from .. import __version__
-from ..decoding.setup import check_tree_drafter, read_tree
+from ..decoding.setup import AUTO, check_tree_drafter, read_tree
 from ..demo.pair import load_demo
-from ..draft_models import open_beside
+from ..draft_models import open_beside, split_name
 from ..drafters.earlier_answers import EarlierAnswers
 from ..drafters.target_parts import find_embedding
 from ..system.device import set_precision
@@ -30,6 +30,7 @@ from .identity import adapter_digest, digest, module_digest
 
 DEFAULT = "default_model"  # what mlx-lm calls the model and the draft model of the command line
 DEMO = "mlx-eagle-demo"
+DEMO_HEAD = "demo-head"
 FINGERPRINT = f"mlx-eagle-{__version__}"
 
 
@@ -125,6 +126,8 @@ class PairProvider(ModelProvider):
             draft_vocab=args.draft_vocab,
             target=model_path,
         )
+        if drafter is not None and name is not None and split_name(name)[0] == AUTO:
+            name = name.replace(AUTO, DEMO_HEAD)
         args.draft_model = name  # of what "auto" stands for
         self.draft_names.add(name)
         if self.draft_model is not None and self.draft_model.copies is not None:
@@ -169,7 +172,7 @@ def properties(provider: PairProvider) -> Document:
     return {
         "model_alias": provider.name,
         "model_path": provider.name,
-        "draft_model": flags.draft_model or (provider.draft_model and DEMO),
+        "draft_model": flags.draft_model,
         "chat_template": provider.tokenizer.chat_template or "",
         "default_generation_settings": {
             "n_ctx": provider.context,

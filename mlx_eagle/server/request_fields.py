@@ -33,7 +33,7 @@ OF_OPENAI = (
 )  # fmt: skip
 OF_NO_EFFECT = (
     "metadata", "service_tier", "prompt_cache_key", "prompt_cache_retention", "cache_prompt",
-    "prompt_cache_options", "cache_control", "inference_geo",
+    "prompt_cache_options", "cache_control", "inference_geo", "client_metadata",
 )  # fmt: skip
 """Fields about billing, routing and caches of others: no text depends on them."""
 KNOWN = {
@@ -41,7 +41,8 @@ KNOWN = {
     "text": {*OWN, *OF_CHATS, *OF_OPENAI, *OF_NO_EFFECT, "prompt"},
     "responses": {
         *OWN, *OF_CHATS, *OF_NO_EFFECT, "input", "instructions", "previous_response_id",
-        "max_output_tokens", "reasoning", "text", "include", "truncation", "top_logprobs", "stop",
+        "max_output_tokens", "max_tool_calls", "reasoning", "text", "include", "truncation",
+        "top_logprobs", "stop",
     },
     "messages": {
         *OWN, *OF_CHATS, *OF_NO_EFFECT, "messages", "system", "max_tokens", "stop_sequences",

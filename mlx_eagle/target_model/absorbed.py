@@ -1,14 +1,14 @@
-"""Attention to a latent cache by a pass of few rows, in the form that a single row has.
+"""Attention to a latent cache for a pass of few rows, computed in absorbed form.
 
 Multi-head latent attention (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1) caches one latent row
-for all heads. mlx-lm has it in two forms. A single row takes the *absorbed* one: its queries are
-taken to the latent, and what they gather there back to the heads. Several rows take the *expanded*
-one, which multiplies the whole cache out to keys and values of every head. That is right for a
-prompt, but in a verify pass it is many times the work of the rows.
+for all heads. mlx-lm computes it in two forms. A single row takes the *absorbed* form: its queries
+are projected to the latent, and the result back to the heads. Several rows take the *expanded*
+form, which projects the whole cache to keys and values of every head. That is right for a prompt,
+but for the few rows of a verify pass it is many times the necessary work.
 
-The code of mlx-lm's method stays. It makes keys by ``embed_q`` and values by ``unembed_out``:
-these two note what they made of what. Attention that is given both goes to the latent instead.
-What was to be expanded is then read by nobody, and so never computed.
+The code of mlx-lm's method does not change. It makes keys with ``embed_q`` and values with
+``unembed_out``; these two record their inputs and outputs. When attention gets both outputs, it
+attends to the latent instead. Nothing reads the expanded arrays then, so they are never computed.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,17 +26,17 @@ PROJECTIONS = ("embed_q", "unembed_out")
 
 
 class Made(NamedTuple):
-    """An array of a pass, what it was made of, and by what."""
+    """An array of a pass, its input, and the function that made it."""
 
-    array: mx.array  # which must live, so that no other has the same id
+    array: mx.array  # kept alive, so that its id is not reused
     source: Any
     by: Callable[..., mx.array]
 
 
 class AbsorbedAttention:
-    """Attention of a method with both forms, which goes to the latent where ``is_on``.
+    """Attention for methods that can absorb; while ``is_on`` it attends to the latent.
 
-    State of one generation, and of one call of such a method at a time.
+    It is the state of one generation, and of one call of such a method at a time.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class AbsorbedAttention:
 
     @contextmanager
     def absorbing(self) -> Iterator[None]:
-        """Absorb in this block wherever that takes fewer multiplications."""
+        """Absorb in this block if that takes fewer multiplications."""
         self.is_on = True
         try:
             yield
@@ -62,7 +62,7 @@ class AbsorbedAttention:
             self._forget()
 
     def note(self, array: mx.array, source: Any, by: Callable[..., mx.array]) -> mx.array:
-        """Note how ``array`` was made, until attention has been given it, and return it."""
+        """Record how ``array`` was made, until attention gets it, and return it."""
         if self.is_on:
             self._made[id(array)] = Made(array, source, by)
         return array
@@ -70,7 +70,7 @@ class AbsorbedAttention:
     def names_in(self, method: FunctionType) -> dict[str, Any]:
         """Globals to replace in a method that can absorb, by name."""
         used = set(method.__code__.co_names)
-        # Who chooses columns gathers them for a single row, and masks all others for several.
+        # Methods that choose columns gather them for a single row, and mask others for several.
         chooses = {"put_along_axis", "take_along_axis"} <= used
         is_known = method.__globals__.get("mx") is mx
         return {"mx": self._arrays} if is_known and (chooses or "concatenate" in used) else {}
@@ -86,10 +86,10 @@ class AbsorbedAttention:
         mask: Any,
         **more: Any,
     ) -> mx.array:
-        """``attend``, mlx-lm's function, of queries (B, H, R, D), or the same by the latent.
+        """``attend``, mlx-lm's function, for queries (B, H, R, D), or the same with the latent.
 
-        Keys are made of the latent (B, 1, S, r), or these with the rotated keys (B, H, S, d)
-        behind, which all heads share; ``mask`` holds the scores of those where they stand apart.
+        Keys are made from the latent (B, 1, S, r), perhaps followed by the rotated keys
+        (B, H, S, d), which all heads share; if these are separate, ``mask`` has their scores.
         """
         options = {"cache": cache, "scale": scale, **more}
         joined = self._made.get(id(keys))

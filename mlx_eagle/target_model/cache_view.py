@@ -1,10 +1,9 @@
-"""Keys and values in the order of the text: windows that are decoded on, and views to be read.
+"""Keys and values in the order of the text: windows to decode with, and views to read.
 
 mlx-lm's RotatingKVCache copies the whole window in every pass of two rows or more. While a request
-is decoded its windows are ``WindowCache``: entries in order, and empty columns behind them, into
-which a pass writes. What it is given is a slice. When the columns are used up, once in ``STEP``
-tokens or more, the window goes to the front of new ones, a copy such as mlx-lm's KVCache makes
-whenever it grows.
+is decoded, its windows are ``WindowCache``: entries in order, followed by empty columns, which a
+pass writes to; attention gets a slice. When the columns are used up, after ``STEP`` tokens or
+more, the window is copied to the front of new arrays, as mlx-lm's KVCache copies when it grows.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,19 +31,19 @@ def single_caches(caches: Sequence[Any]) -> Iterator[Any]:
 
 
 class WindowCache(RotatingKVCache):
-    """A RotatingKVCache that keeps no first tokens, while it is decoded: see ``open_windows``.
+    """A RotatingKVCache that keeps no first tokens, while decoding: see ``open_windows``.
 
-    Column ``_idx`` of the arrays (1, H, C, D) is the first empty one; the newest entry stands
-    before it, and any row can be taken back by moving it.
+    Column ``_idx`` of the arrays (1, H, C, D) is the first empty one, right after the newest
+    entry; moving it back drops rows.
     """
 
     keys: Any
     values: Any
-    most_rows = 1  # of a pass so far: as many may be taken back after the next one has begun
-    num_seen = 0  # entries that the last pass was given
+    most_rows = 1  # of any pass so far: they may be dropped after the next pass has begun
+    num_seen = 0  # entries that the last pass attended to
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Write the rows of a pass, (1, H, R, D), and return the entries they see, and no more."""
+        """Write the rows of a pass, (1, H, R, D); return exactly the entries that they see."""
         num_rows = keys.shape[2]
         self.most_rows = max(self.most_rows, num_rows)
         if self.keys is None or self._idx + num_rows > self.keys.shape[2]:
@@ -58,11 +57,11 @@ class WindowCache(RotatingKVCache):
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """The entries of the last pass, again: layers that share keys ask for them."""
+        """The entries of the last pass again, for layers that share keys."""
         return self.newest(self.num_seen)
 
     def _make_room(self, keys: mx.array, values: mx.array) -> None:
-        """Make new arrays with all that a row may still see, and room for these rows and more."""
+        """Make arrays with the entries that rows may still see, and room for these and more."""
         num_kept = min(self._idx, self.max_size + self.most_rows)
         room = STEP + keys.shape[2]
 
@@ -85,7 +84,7 @@ class WindowCache(RotatingKVCache):
         return self.keys[..., start:end, :], self.values[..., start:end, :]
 
     def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Any:
-        """mlx-lm's mask, except for one row, where mlx-lm's goes by the slots of a ring."""
+        """mlx-lm's mask, except for one row, for which mlx-lm masks the slots of a ring."""
         if N > 1:
             return super().make_mask(N, window_size, return_array)
         num_columns = min(self.max_size, self.offset + 1)
@@ -106,14 +105,14 @@ def open_windows(caches: Sequence[Any]) -> None:
 
 
 def close_windows(caches: Sequence[Any]) -> None:
-    """Turn them into mlx-lm's caches again, each with its window and nothing else."""
+    """Turn each ``WindowCache`` into mlx-lm's cache again, with only its window."""
     stock: Any = RotatingKVCache
     for cache in single_caches(caches):
         if type(cache) is not WindowCache:
             continue
         num_kept = min(cache.offset, cache.max_size)
         if cache.keys is not None:
-            # Copied, or the columns beside the window would stay in memory with it.
+            # Copied, since views would keep all columns in memory.
             arrays = tuple(mx.contiguous(array) for array in cache.newest(num_kept))
             cache.keys, cache.values = arrays if num_kept > 0 else (None, None)
         cache._idx = num_kept
@@ -126,14 +125,14 @@ IN_ORDER = (KVCache, ConcatenateKVCache, QuantizedKVCache)
 
 
 class CacheView:
-    """Caches of one request between two passes, as they are when something is read.
+    """Caches of one request between two passes, read when they are asked for.
 
     An array that is read keeps the cache's buffer alive: the next pass copies all of it unless
-    the reader has let go, or has been computed, by then.
+    the reader has released the array, or has been computed, by then.
     """
 
     def __init__(self, caches: Sequence[Any], read: Callable[[Any], Any] = lambda cache: cache):
-        """``read`` turns a cache in ``caches`` into the request's own, when that is asked for."""
+        """``read`` turns a cache in ``caches`` into the request's own when it is needed."""
         self._caches = caches
         self._read = read
 
@@ -143,8 +142,8 @@ class CacheView:
     def rows(self, index: int) -> tuple[mx.array, mx.array]:
         """Keys and values (1, H, S, D) of a cache: of all positions, or of its window.
 
-        They are in the order of the text, and those that a window keeps come first. Raises
-        ValueError where it holds no such rows.
+        They are in the order of the text, first tokens that a window keeps included. Raises
+        ValueError if the cache has no keys and values.
         """
         cache = self._read(self._caches[index])
         if type(cache) is WindowCache:
@@ -152,7 +151,7 @@ class CacheView:
             return cache.newest(num_rows)
         if type(cache) is RotatingKVCache:
             keys, values = (cache._temporal_order(array) for array in (cache.keys, cache.values))
-            surplus = keys.shape[2] - cache.max_size  # left by a pass of several rows
+            surplus = keys.shape[2] - cache.max_size  # after a pass of several rows
             return cache._trim(surplus, keys), cache._trim(surplus, values)
         if type(cache) in IN_ORDER:
             keys, values = _arrays(cache)

@@ -1,4 +1,4 @@
-"""Kernel options: ways to compute a round to the same numbers, to be chosen by time."""
+"""Kernel options: ways to compute a round with the same result, to be chosen by time."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ COUNTED = 3  # rounds of each way, of which the fastest counts: other work only 
 
 @dataclass(frozen=True)
 class KernelOptions:
-    """Switches, on if true: see ``target.stand_in`` and ``drafters.head_cache``."""
+    """Switches; see ``target_model/stand_in.py`` and ``drafters/head_cache.py``."""
 
     splits_attention: bool = False
     uses_overlay: bool = False
@@ -20,8 +20,8 @@ class KernelOptions:
 class OptionTrial:
     """Tries the options by ``names`` one after the other, each against the best so far.
 
-    ``use`` makes rounds from the next one on compute by some options. Only rounds of one shape in
-    a row are compared: at another one the block of rounds that is being timed begins again.
+    ``use`` sets the options for all rounds from the next one on. Only consecutive rounds of one
+    shape are compared: after another shape, the block of rounds that is being timed begins again.
     """
 
     def __init__(self, names: Sequence[str], use: Callable[[KernelOptions], None]):
@@ -39,7 +39,7 @@ class OptionTrial:
         return not self._left
 
     def record(self, shape: object, seconds: float | None) -> None:
-        """Record the time of a round of ``shape``; None, where it is unknown, does not count."""
+        """Record the time of a round of ``shape``; None, if it is unknown, does not count."""
         if self.has_ended or seconds is None:
             return
         if shape != self._shape:

@@ -1,8 +1,8 @@
-"""Masks and positions for a pass of several rows where mlx-lm's own would not do.
+"""Masks and positions for a pass of several rows for which mlx-lm's own are wrong.
 
-Models take their mask from ``cache.make_mask``. For the time of a pass a cache gets a subclass of
-its class that makes another one. That is safe where the same with a module would not be: a
-cache belongs to one generation, and so to one thread at a time.
+Models take their mask from ``cache.make_mask``. During a pass a cache gets a subclass of its
+class that makes another mask. That is safe, unlike the same with a module, since a cache belongs
+to one generation, and so to one thread at a time.
 
 mlx-lm's rotary embeddings rotate row r of a pass by ``offset + r``. The rows of a tree need other
 positions, and some rows need the very numbers that they would get one by one.
@@ -22,10 +22,10 @@ from .cache_view import WindowCache
 
 
 def exact_masks(caches: list[Any], num_rows: int) -> AbstractContextManager[None]:
-    """Let each row of a chain, in this block, see what it would see if decoded by itself.
+    """Let each row of a chain, in this block, see the same entries as in plain decoding.
 
     mlx-lm masks the rows of a block only by distance. A RotatingKVCache that keeps its first
-    tokens would then lose those, one per row, instead of the oldest of the others.
+    tokens would then lose these, one per row, instead of the oldest others.
     """
     changed = []
     for cache in caches:
@@ -39,10 +39,10 @@ def exact_masks(caches: list[Any], num_rows: int) -> AbstractContextManager[None
 
 @contextmanager
 def tree_masks(caches: list[Any], tree_mask: mx.array, depths: mx.array) -> Iterator[None]:
-    """Let a row, in this block, see all before the pass, its ancestors in the pass, and itself.
+    """Let a row, in this block, see everything before the pass, its ancestors, and itself.
 
     ``tree_mask[r, a]``, (R, R), says whether row a is row r or an ancestor of it; ``depths``
-    (R,) is how far below the root each row lies. All caches must be of a type in ``MASKED``.
+    (R,) is the distance of each row from the root. All caches must be of a type in ``MASKED``.
     """
     originals = [type(cache) for cache in caches]
     for cache, original in zip(caches, originals, strict=True):
@@ -57,7 +57,7 @@ def tree_masks(caches: list[Any], tree_mask: mx.array, depths: mx.array) -> Iter
 
 
 def slot_positions(num_slots: int, length: int, keep: int) -> mx.array:
-    """Positions (num_held,) of the first ``keep`` of ``length`` entries and the latest others."""
+    """Positions (num_slots,) of the first ``keep`` of ``length`` entries and the latest others."""
     index = mx.arange(num_slots)
     return (
         index if num_slots == length else mx.where(index < keep, index, index + length - num_slots)
@@ -158,11 +158,11 @@ def evaluate_ropes(model: nn.Module) -> None:
 
 
 class RowPositions:
-    """Positions by which the rows of a pass are rotated: ``offset + r`` unless told otherwise.
+    """Positions by which the rows of a pass are rotated: ``offset + r`` by default.
 
     In a tree they are ``offset + depths[r]``, depths (R,). ``one_by_one`` rotates each row as if
-    it were run by itself: past the length that a model was trained for, a base that follows the
-    end of the pass is another one for every row that is decoded.
+    it were run by itself: some ropes' base depends on the end of the pass, beyond the length that
+    the model was trained for, and so differs for every row that is decoded.
     """
 
     depths: mx.array | None = None
@@ -170,7 +170,7 @@ class RowPositions:
 
     @contextmanager
     def using(self, depths: mx.array | None = None, one_by_one: bool = False) -> Iterator[None]:
-        """Rotate rows in that way in this block."""
+        """Use these positions for the passes in this block."""
         self.depths = depths
         self.one_by_one = one_by_one
         try:
@@ -181,7 +181,7 @@ class RowPositions:
 
 
 class PositionedRope(nn.Module):
-    """Mixin in front of a rope module's class: asks ``RowPositions`` for positions."""
+    """Mixin for the copy of a rope module that takes its positions from ``RowPositions``."""
 
     _row_positions: RowPositions
 
@@ -197,7 +197,7 @@ class PositionedRope(nn.Module):
     def _at_depths(
         self, x: mx.array, depths: mx.array, offset: int = 0, **kwargs: Any
     ) -> mx.array:
-        # (1, H, R, D) -> (R, H, 1, D): one batch entry per row, each with an offset of its own.
+        # (1, H, R, D) -> (R, H, 1, D): one batch entry per row, each with its own offset.
         positions = depths + offset
         rows: mx.array = super().__call__(x.transpose(2, 1, 0, 3), offset=positions, **kwargs)
         return rows.transpose(2, 1, 0, 3)
@@ -210,10 +210,10 @@ class PositionedRope(nn.Module):
 
 
 def positions_of_one_scale(model: nn.Module) -> int | None:
-    """Number of positions in a row with the same attention scale; None where all have it.
+    """Number of consecutive positions with the same attention scale; None if all have it.
 
-    In Ministral's and Mistral 4's layers (as in Llama 4's) queries grow with the position, a step
-    at a time, and mlx-lm counts positions row by row, also in a tree: its rows must all lie
+    In the layers of Ministral and Mistral 4 (and of Llama 4) queries are scaled by position, in
+    steps, and mlx-lm counts positions row by row, even in a tree: so all rows of a tree must lie
     between two steps.
     """
     for _, module in named_modules(model):

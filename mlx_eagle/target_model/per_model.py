@@ -8,7 +8,7 @@ T = TypeVar("T")
 
 
 class PerModel(Generic[T]):
-    """Values by objects, such as a model and a drafter's modules, as long as all of these live."""
+    """Values by objects, such as a model and a drafter's modules, while all of them are alive."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[object, ...], T] = {}

@@ -1,11 +1,11 @@
-"""Trees and batches in a target: the rows of a tree as arrays, and which models do either exactly.
+"""Probes of a target: whether it computes trees and batches exactly.
 
-A row of a tree sees its ancestors only, and stands at the position of its depth. The masks of a
-batch are (B, 1, R, S); attention that keeps the heads of one key apart on an axis of their own
-takes them as (B, 1, 1, R, S): the others would stand for its heads, which is an error or, where
-there are as many texts as heads, the mask of another text.
+A row of a tree sees only its ancestors, and has the position of its depth. The masks of a batch
+are (B, 1, R, S). Attention with a separate axis for the heads of one key needs (B, 1, 1, R, S):
+with fewer axes the texts would be taken for its heads, which is an error or, if there are as many
+texts as heads, the mask of another text.
 
-Masks come from the caches, positions go into the rope modules (``masks_and_ropes.py`` has both). A
+Masks come from the caches, positions from the rope modules (``masks_and_ropes.py`` has both). A
 model that takes either from elsewhere, or one position for all texts, would give wrong logits. So
 each model is tried once.
 """
@@ -27,13 +27,13 @@ from .target import Target
 from .tree_rows import ancestors
 
 PROBE_PARENTS = [0, 0, 1]  # two children of the root, and one of the first of them
-LEAST_NOISE = 0.02  # of the greatest logit; a mask or a position gone astray changes far more
+LEAST_NOISE = 0.02  # of the greatest logit; a wrong mask or position changes far more
 MOST_NOISE = 0.1  # of a batch, where a model is inconsistent with itself
 _refusals: PerModel[str] = PerModel()
 
 
 def check_trees(model: nn.Module, caches: list[Any]) -> None:
-    """Raise ValueError, with the reason, where this model cannot verify a tree exactly.
+    """Raise ValueError, with the reason, if this model cannot verify a tree exactly.
 
     Cache types are looked up; the rest is measured, once for each model: a small tree on a few
     tokens must give the logits of each of its branches run by itself.
@@ -62,7 +62,7 @@ def _logits(model: nn.Module, tokens: list[int], cache: list[Any]) -> mx.array:
 
 
 def _refusal(model: nn.Module) -> str:
-    """Reason why this model cannot verify a tree exactly; empty where it can."""
+    """Reason why this model cannot verify a tree exactly; "" if it can."""
     try:
         difference, noise, scale = _probe(model)
     except (TypeError, ValueError) as err:
@@ -85,9 +85,9 @@ def _probe(model: nn.Module) -> tuple[float, float, float]:
     Returns the greatest difference of their logits, the same for a branch run in two parts (the
     effect of other kernels and other sums in this model's arithmetic), and the greatest logit.
 
-    All passes that are compared have four rows, so that all take the same kernels: on a GPU these
-    change with the number of rows, and round otherwise. The tokens are from the middle of the
-    vocabulary, because models are at their most sensitive on special ones.
+    All compared passes have four rows, so that they take the same kernels: on a GPU kernels change
+    with the number of rows, and round differently. The tokens are from the middle of the
+    vocabulary, because models are most sensitive on special ones.
     """
     vocab_size = _logits(model, [0], make_prompt_cache(model)).shape[-1]
     *prefix, root, left, right, below, last, end = (vocab_size * i // 11 for i in range(2, 11))
@@ -114,9 +114,9 @@ _cuts_states: PerModel[bool] = PerModel()
 
 
 def batch_mask_axes(model: nn.Module) -> int:
-    """Mask axes with which texts in one pass get the logits of each run by itself; 0: none.
+    """Mask axes with which texts in one pass get the logits of separate passes; 0: none.
 
-    Measured once for each model, on a few tokens, whose caches ``can_share``.
+    It is measured once per model, on a few tokens, if its caches ``can_share``.
     """
 
     def measure() -> int:
@@ -128,9 +128,9 @@ def batch_mask_axes(model: nn.Module) -> int:
 
 
 def cuts_states_by_text(model: nn.Module) -> bool:
-    """Whether texts in one pass may keep, each for itself, a number of rows of recurrent states.
+    """Whether each text of a pass can keep its own number of rows in recurrent states.
 
-    Measured as ``batch_mask_axes``, which must have found some.
+    It is measured like ``batch_mask_axes``, which must not be 0.
     """
     axes = batch_mask_axes(model)
     return _cuts_states.get(lambda: _is_exact(model, axes, 1, num_cut=(1, 2)), model)
@@ -139,9 +139,9 @@ def cuts_states_by_text(model: nn.Module) -> bool:
 def _is_exact(
     model: nn.Module, mask_axes: int, num_rows: int, num_cut: tuple[int, int] = (0, 0)
 ) -> bool:
-    """Whether two texts of unequal length in one pass get the logits that each gets by itself.
+    """Whether two texts of unequal length in one pass get the logits of separate passes.
 
-    With ``num_cut`` they do after a pass of which they keep these numbers of rows.
+    ``num_cut``: the same after a pass of which they keep these numbers of rows.
     """
     try:
         return _probe_batch(model, mask_axes, num_rows, num_cut)
@@ -186,6 +186,6 @@ def _probe_batch(
 
 
 def _greatest(values: mx.array) -> float:
-    """The greatest absolute value; infinite ones, of tokens a model rules out, do not count."""
+    """The greatest finite absolute value; a model may rule out tokens with infinite ones."""
     size = mx.abs(values.astype(mx.float32))
     return float(mx.where(size < mx.inf, size, 0.0).max())

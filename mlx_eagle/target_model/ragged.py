@@ -1,15 +1,15 @@
-"""The caches of several texts in one, every text at a length of its own.
+"""Caches of several texts in one, each text with its own length.
 
-Text b's entry of position p lies in column p of its row buffer, or, in a cache that keeps a
-window, in column p modulo the size of a ring. A pass of R rows writes them at ``length[b] + r``,
-and a mask by length hides what lies behind a text's end. So keeping some of the rows, or none, is
+Text b's entry of position p is in column p of its row buffer or, in a cache with a window, in
+column p modulo the size of a ring. A pass of R rows writes them at ``length[b] + r``, and a mask
+by length hides the columns after a text's end. So keeping some of the rows, or none, is
 arithmetic on lengths: nothing is moved, and no text is padded for another.
 
-A ring has a few columns more than the window, so that the rows of a pass overwrite nothing that a
-row still sees which turns out to be the last one kept.
+A ring has a few more columns than the window, so that the rows of a pass overwrite nothing that
+is visible from any row that may be the last one kept.
 
-A recurrent state says nothing of the rows that made it. Where texts keep some rows of a pass, each
-its own number, states are made again from what was recorded of the pass (``states.py``).
+Rows cannot be removed from a recurrent state. If texts keep different numbers of rows of a pass,
+states are recomputed from what was recorded of the pass (``states.py``).
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ from .states import KeptRows, StateUpdates, recurrent_caches
 
 
 class RaggedStates:
-    """One layer's states of B texts, each an array (B, ...), or None where nothing is kept."""
+    """One layer's states for B texts, each an array (B, ...), or None if there is none yet."""
 
     def __init__(self, size: int):
         self._size = size
@@ -33,20 +33,20 @@ class RaggedStates:
         self._pass: Any = ArraysCache(size)
 
     def _kept(self) -> list[mx.array | None]:
-        """The states, made when first asked for, so that other work can be started before."""
+        """The states, computed on demand, so that other work can be started before."""
         if self._restore is not None:
             self._states = self._restore()
             self._restore = None
         return self._states
 
     def begin(self) -> Any:
-        """Begin a pass: returns the cache to give to the model; nothing written is kept yet."""
+        """Begin a pass; return the cache for the model. Nothing that it writes is kept yet."""
         self._pass = ArraysCache(self._size)
         self._pass.cache = list(self._kept())
         return self._pass
 
     def advance(self, kept: KeptRows, updates: StateUpdates | None) -> None:
-        """Keep the rows that are ``kept`` of the pass; all of them without ``updates``."""
+        """Keep the ``kept`` rows of the pass; all of them without ``updates``."""
         if updates is None or kept.same == updates.num_rows:
             self._states = list(self._pass.cache)
             self._restore = None
@@ -54,7 +54,7 @@ class RaggedStates:
             self._restore = partial(updates.states, self._pass, kept)
 
     def join(self, cache: ArraysCache, num_others: int) -> None:
-        """Take in the states of a text, which stay as they are, behind ``num_others``."""
+        """Append the states of a text, which are not changed, after ``num_others``."""
         self._states = [
             _joined(mine, theirs, num_others)
             for mine, theirs in zip(self._kept(), cache.cache, strict=True)
@@ -62,7 +62,7 @@ class RaggedStates:
         self._pass = ArraysCache(self._size)
 
     def keep(self, index: mx.array) -> None:
-        """Drop all texts but these, from a pass that is under way as well."""
+        """Drop all other texts, also from the current pass."""
         self._states = [None if array is None else array[index] for array in self._kept()]
         self._pass.cache = [None if array is None else array[index] for array in self._pass.cache]
 
@@ -74,7 +74,7 @@ class RaggedStates:
 
 
 def _joined(mine: mx.array | None, theirs: mx.array | None, num_others: int) -> mx.array | None:
-    """States (B, ...) with one more text's behind; zeros stand for missing ones."""
+    """States (B, ...) followed by one more text's; zeros replace missing ones."""
     like = theirs if mine is None else mine
     if like is None:
         return None
@@ -114,11 +114,11 @@ SLACK = 16  # columns by which a ring is larger than its window, or as many as a
 
 
 def can_share(caches: Sequence[Any]) -> bool:
-    """Whether a text's caches can go into ``RaggedCaches``, exactly."""
+    """Whether ``RaggedCaches`` can hold a text's caches exactly."""
     return all(
         type(c) in (KVCache, ArraysCache)
         or (type(c) is RotatingKVCache and c.keep == 0)
-        # Lists with keys and values only belong to attention that goes by the places of slots.
+        # Lists of only keys and values belong to attention that depends on the order of slots.
         or (type(c) is CacheList and any(recurrent_caches([c])) and can_share(c.caches))
         for c in caches
     )
@@ -136,9 +136,9 @@ def _round_up(number: int, step: int) -> int:
 
 
 class RowLengths:
-    """Lengths of all texts, and what follows from them for a pass: shared by all layers.
+    """Lengths of all texts, and arrays derived from them for a pass.
 
-    Arrays are made once for a pass, however many layers ask for them.
+    Arrays are made once per pass, for all layers.
     """
 
     def __init__(self, mask_axes: int = 4) -> None:
@@ -148,14 +148,14 @@ class RowLengths:
         self.set([])
 
     def set(self, lengths: list[int]) -> None:
-        """Go on with texts of these lengths."""
+        """Set the lengths of the texts."""
         self.lengths = lengths
         self.longest = max(lengths, default=0)
         self.offset = mx.array(lengths, mx.int32)  # (B,)
         self._made.clear()
 
     def once(self, key: tuple[Any, ...], make: Callable[[], mx.array]) -> mx.array:
-        """Call ``make`` once for these lengths, and keep its result by ``key``."""
+        """Return the result of ``make``, called once per ``key`` until lengths change."""
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
@@ -176,8 +176,8 @@ class RowLengths:
     def flat_index(self, shape: tuple[int, ...], num_rows: int, ring: int | None) -> mx.array:
         """Flat indices, in order, of rows (B, H, R, D) in row buffers of ``shape`` (B, H, S, D).
 
-        Flat because one index for each number is what MLX writes fastest where the rows of
-        several buffers stand at several places.
+        One index per number is what MLX writes fastest if the rows of several buffers are at
+        different positions.
         """
 
         def make() -> mx.array:
@@ -192,7 +192,7 @@ class RowLengths:
         return self.once(("flat_index", shape, num_rows, ring), make)
 
     def mask(self, num_rows: int, ring: int | None, window: int | None) -> mx.array:
-        """Mask of the columns each row of a pass sees, (B, 1, R, S), or with one more axis."""
+        """Mask of the columns that each row of a pass sees, (B, 1, R, S) or with one more axis."""
 
         def make() -> mx.array:
             columns = mx.arange(self.width(num_rows, ring))
@@ -213,10 +213,10 @@ class RowLengths:
 
 
 class RaggedCache:
-    """One layer's keys and values of B texts, as a model asks a cache for them.
+    """One layer's keys and values for B texts, with the interface of a cache.
 
-    ``max_size`` is the window, None where everything is kept. Row buffers (B, H, S, D) are None
-    until there is something in them, and stay None in a layer that does not attend.
+    ``max_size`` is the window, None if everything is kept. Row buffers (B, H, S, D) are None
+    until they have entries, and stay None in a layer that does not attend.
     """
 
     def __init__(self, rows: RowLengths, max_size: int | None = None):
@@ -231,12 +231,12 @@ class RaggedCache:
     def make_mask(
         self, N: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array:
-        """See ``RowLengths.mask``; by mlx-lm's names."""
+        """See ``RowLengths.mask``; parameters as in mlx-lm."""
         sizes = [size for size in (window_size, self.max_size) if size is not None]
         return self._rows.mask(N, self._ring_for(N), min(sizes, default=None))
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Write the rows of a pass, (B, H, R, D), and give all columns in use."""
+        """Write the rows of a pass, (B, H, R, D), and return all columns in use."""
         num_rows = keys.shape[2]
         self._make_room(num_rows)
         self.keys = self._written(self.keys, keys)
@@ -246,14 +246,14 @@ class RaggedCache:
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """The columns in use, the pass under way included."""
+        """The columns in use, including the current pass."""
         width = self._rows.width(self._num_rows, self._ring)
         return self.keys[..., :width, :], self.values[..., :width, :]
 
     def kept(self) -> tuple[mx.array, mx.array, mx.array]:
-        """Keys and values (B, H, S, D) in no order, and a mask (B, 1, 1, S) of those that count.
+        """Keys and values (B, H, S, D), unordered, and a mask (B, 1, 1, S) of the valid ones.
 
-        They are those of all positions, or of the window.
+        Valid are all positions, or the ones in the window.
         """
         width = self._rows.width(0, self._ring)
         last = self._rows.offset[:, None, None, None] - 1
@@ -274,16 +274,16 @@ class RaggedCache:
         return self.keys is None
 
     def begin(self) -> "RaggedCache":
-        """Begin a pass where the texts end: returns the cache to give to the model."""
+        """Begin a pass at the texts' ends; return the cache for the model."""
         self.offset = self._rows.offset
         self._num_rows = 0
         return self
 
     def advance(self, kept: KeptRows, updates: StateUpdates | None) -> None:
-        """Nothing to do: written rows count as far as the lengths say."""
+        """Do nothing: the lengths say which written rows count."""
 
     def join(self, cache: KVCache | RotatingKVCache, num_others: int) -> None:
-        """Take in the cache of a text, which stays as it is, behind ``num_others``."""
+        """Append the cache of a text, which is not changed, after ``num_others``."""
         if cache.keys is None and self.keys is None:
             return
         need = max(cache.offset, self._rows.longest)
@@ -303,13 +303,13 @@ class RaggedCache:
         self.keys, self.values = buffers
 
     def keep(self, index: mx.array) -> None:
-        """Drop all texts but these."""
+        """Drop all other texts."""
         if self.keys is not None:
             self.keys = self.keys[index]
             self.values = self.values[index]
 
     def extract(self, index: int) -> KVCache | RotatingKVCache:
-        """One text's cache, as if the text had been decoded by itself."""
+        """One text's cache, as if it had been decoded by itself."""
         cache = KVCache() if self.max_size is None else RotatingKVCache(self.max_size)
         length = self._rows.lengths[index]
         if self.keys is None or length == 0:
@@ -376,7 +376,7 @@ class RaggedCache:
         return mx.take(entries, index, axis=2)
 
     def _written(self, buffers: mx.array | None, rows: mx.array) -> mx.array:
-        """The row buffers (B, H, S, D) with rows (B, H, R, D) at their places, in place."""
+        """Write rows (B, H, R, D) at their columns into the row buffers (B, H, S, D), in place."""
         num_rows = rows.shape[2]
         if buffers is None:
             columns = self._columns(self._rows.longest + num_rows)
@@ -387,16 +387,16 @@ class RaggedCache:
 
 
 def _pad_columns(buffers: mx.array, num_columns: int) -> mx.array:
-    """Row buffers with empty columns behind, ``num_columns`` in all."""
+    """Row buffers with empty columns added at the end, ``num_columns`` in all."""
     missing = num_columns - buffers.shape[2]
     return buffers if missing <= 0 else mx.pad(buffers, [(0, 0), (0, 0), (0, missing), (0, 0)])
 
 
 class RaggedCaches:
-    """The caches of B texts for all layers of a model.
+    """Caches of B texts for all layers of a model.
 
-    Each text's caches must pass ``can_share``, and all belong to one model, which takes masks of
-    ``mask_axes``: see ``batch_mask_axes``.
+    Each text's caches must pass ``can_share``. ``mask_axes`` is the number of axes of the model's
+    masks: see ``batch_mask_axes``.
     """
 
     def __init__(self, mask_axes: int = 4) -> None:
@@ -405,21 +405,21 @@ class RaggedCaches:
         self._updates: StateUpdates | None = None
 
     def open(self) -> list[Any]:
-        """The layers, for a pass that begins where the texts end; what it writes is not kept yet.
+        """The layers' caches for a pass at the texts' ends; its rows are not kept yet.
 
-        A pass that was opened before and of which nothing was kept is forgotten by that.
+        An earlier pass of which nothing was kept is forgotten.
         """
         self._updates = None
         return [layer.begin() for layer in self.layers]
 
     def keep_updates(self, updates: StateUpdates | None) -> None:
-        """Keep the pass's record of its states, for ``advance`` by a number for each text."""
+        """Keep the pass's record of its state updates, for ``advance``."""
         if updates is None:
             raise ValueError("the target updates a recurrent state in a way that was not seen")
         self._updates = updates
 
     def advance(self, num_rows: Sequence[int]) -> None:
-        """Make text b longer by ``num_rows[b]`` of the rows behind its end; below 0, shorter.
+        """Add ``num_rows[b]`` of the rows after its end to text b; a negative number drops rows.
 
         Without updates of the pass, a recurrent state keeps all of its rows.
         """
@@ -430,7 +430,7 @@ class RaggedCaches:
         self.rows.set([n + more for n, more in zip(self.rows.lengths, num_rows, strict=True)])
 
     def join(self, caches: list[Any]) -> None:
-        """Add a text at the end; its own ``caches`` stay as they are."""
+        """Append a text; its own ``caches`` are not changed."""
         others = self.rows.lengths
         if not others:
             self.rows.slack = SLACK

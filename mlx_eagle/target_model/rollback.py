@@ -1,22 +1,22 @@
-"""Cutting a forward pass back to the rows that were kept, for each cache type of mlx-lm.
+"""Rollback of a forward pass to the rows that were kept, for each cache type of mlx-lm.
 
-The invariant: between rounds a committed cache is valid through the last emitted token but
-one, and no rejected entry can ever be attended to.
+Invariant: between rounds a committed cache is valid up to the second to last emitted token,
+and no rejected entry can ever be attended to.
 
-RULES is the table of strategies, a class for each; its objects are the entries of a checkpoint:
+RULES is the table of strategies, a class for each; a checkpoint has an object for each cache:
 
 * KVCache, QuantizedKVCache, ChunkedKVCache: trim; the branch of a tree (not in a ChunkedKVCache)
   is moved to the front first.
 * ConcatenateKVCache: trim, and cut the tail off the arrays.
-* WindowCache, in the place of a RotatingKVCache that keeps no first tokens: trim, as a KVCache.
-* RotatingKVCache: cut the tail off the arrays, which a pass of two rows or more leaves in time
-  order. ``trim`` is silently wrong once the cache is full.
-* ArraysCache (recurrent state): make the state again, by what was recorded of the pass
-  (``states.py``); where that is not enough, restore it and run the kept rows again.
+* WindowCache, which replaces a RotatingKVCache that keeps no first tokens: trim, as a KVCache.
+* RotatingKVCache: cut the tail off the arrays, which a pass of at least two rows leaves in
+  temporal order. ``trim`` is silently wrong once the cache is full.
+* ArraysCache (recurrent state): recompute the state from what was recorded of the pass
+  (``states.py``); if that is not enough, restore it and run the kept rows again.
 * CacheList: each member by its own rule.
-* Anything else is refused by name before anything is generated.
+* Any other cache is refused by name before generation starts.
 
-A pass of one row costs what it costs without a checkpoint: nothing is copied for one.
+A checkpoint adds no cost to a pass of one row: nothing is copied.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -41,7 +41,7 @@ from .states import KeptRows, StateUpdates
 
 
 class TrimRollback:
-    """Rows can be dropped by moving the offset back; what lies behind it is overwritten."""
+    """Drops rows by moving the offset back; entries after it are overwritten later."""
 
     def __init__(self, cache: Any, num_rows: int | None = None):
         self.cache = cache
@@ -49,7 +49,7 @@ class TrimRollback:
 
     @property
     def _first_column(self) -> int:
-        """Where the first row of the pass stands."""
+        """Column of the first row of the pass."""
         start: int = self.start
         return start
 
@@ -59,17 +59,17 @@ class TrimRollback:
             self.cache.trim(surplus)
 
     def take(self, rows: list[int]) -> list[Any]:
-        """Copies of these rows of the pass: keys and values, or nothing where there are none."""
+        """Copies of these rows of the pass, keys and values; [] for a layer without any."""
         cache = self.cache
         if cache.keys is None:
-            return []  # a layer that does not attend
+            return []  # the layer does not attend
         index = mx.array([self._first_column + row for row in rows])
         arrays = [cache.keys, cache.values]
         taken: list[Any] = tree_map(lambda array: mx.take(array, index, axis=-2), arrays)
         return taken
 
     def put(self, taken: list[Any], num_rows: int) -> None:
-        """Make these the only rows of the pass."""
+        """Replace the rows of the pass by these."""
         cache = self.cache
         start = self._first_column
 
@@ -83,7 +83,7 @@ class TrimRollback:
 
 
 class WindowRollback(TrimRollback):
-    """``TrimRollback`` where a pass may have moved the earlier entries to the front."""
+    """``TrimRollback`` for caches in which a pass may move earlier entries to the front."""
 
     @property
     def _first_column(self) -> int:
@@ -92,7 +92,7 @@ class WindowRollback(TrimRollback):
 
 
 class ConcatenateRollback(TrimRollback):
-    """The arrays are the cache: what is trimmed must leave them, or it is appended to."""
+    """Cuts the arrays too: mlx-lm would append to all of them, trimmed rows included."""
 
     def rollback(self, num_rows: int) -> None:
         super().rollback(num_rows)
@@ -104,12 +104,12 @@ class ConcatenateRollback(TrimRollback):
 
 
 class RotatingRollback:
-    """Tail rows are cut off; dropping all of them needs the arrays from before.
+    """Cuts off tail rows; to drop all of them it needs the arrays from before the pass.
 
-    A single row may be written into the arrays, in place. Handles on them would turn that into
-    a copy of the whole cache, and there is nothing to save: the slot that the row takes holds
-    what no later row can see, either nothing yet or the entry that leaves the window with this
-    very row. So ``num_rows`` 1 keeps no handles where the arrays stay the same ones.
+    A single row may be written into the arrays in place. Handles on them would turn that into a
+    copy of the whole cache, and there is nothing to save: the slot that the row takes is empty,
+    or has the entry that leaves the window with this very row, so no later row can see it.
+    Therefore ``num_rows`` 1 keeps no handles if the arrays stay the same.
     """
 
     def __init__(self, cache: Any, num_rows: int | None = None):
@@ -120,8 +120,8 @@ class RotatingRollback:
         self._keys = None
         self._values = None
         if not self._in_place and cache.keys is not None:
-            # New handles: rows that come one by one are written into the arrays, and would be
-            # into these too.
+            # New handles: rows that come one by one are written in place, and must not
+            # change these.
             self._keys = cache.keys[...]
             self._values = cache.values[...]
 
@@ -144,14 +144,14 @@ class RotatingRollback:
         cache._idx = length
 
     def take(self, rows: list[int]) -> list[Any]:
-        """Copies of the entries before the pass, with these rows of the pass behind."""
+        """Copies of the entries before the pass, followed by these rows of the pass."""
         cache = self.cache
         length = cache.keys.shape[2] - (cache.offset - self.start)
         index = mx.array([*range(length), *(length + row for row in rows)])
         return [mx.take(array, index, axis=-2) for array in (cache.keys, cache.values)]
 
     def put(self, taken: list[Any], num_rows: int) -> None:
-        """Make ``taken`` the cache's entries."""
+        """Replace the cache's entries by ``taken``."""
         cache = self.cache
         cache.keys, cache.values = taken
         cache.offset = self.start + num_rows
@@ -159,7 +159,7 @@ class RotatingRollback:
 
 
 def _appends_in_place(cache: Any) -> bool:
-    """Whether its next row, if it comes by itself, is written into the arrays that it has."""
+    """Whether a cache writes a single next row into its arrays in place."""
     if cache.keys is None or cache.keys.shape[2] > cache.max_size:
         return False
     length = cache.keys.shape[2]
@@ -167,9 +167,9 @@ def _appends_in_place(cache: Any) -> bool:
 
 
 class StateRollback:
-    """A recurrent state has no rows: models rebind its entries, so the old ones are a snapshot.
+    """Restores a recurrent state: models rebind its entries, so the old ones are a snapshot.
 
-    Rows that are kept have to be run on top of them, see ``Checkpoint.restore``.
+    A state has no rows; kept rows have to be applied to it again: see ``Checkpoint.restore``.
     """
 
     def __init__(self, cache: Any, num_rows: int | None = None):
@@ -193,7 +193,7 @@ RULES: dict[type, Callable[[Any, int | None], Any]] = {
 
 
 def check_supported(caches: Sequence[Any], whose: str) -> None:
-    """Raise ValueError naming the first cache that cannot be rolled back exactly, or go on."""
+    """Raise ValueError naming the first cache that cannot be rolled back exactly, if any."""
     for cache in single_caches(caches):
         if type(cache) not in RULES:
             known = [each for each in (*RULES, CacheList) if each is not WindowCache]
@@ -231,7 +231,7 @@ class CacheQuantization:
     def fit(self, size: int, caches: list[Any]) -> int:
         """The number of draft tokens, at most ``size``, that fit before a cache is quantized.
 
-        A pass must end there, as in plain decoding.
+        A pass must end at that point, as it does in plain decoding.
         """
         if self.bits is None:
             return size
@@ -240,12 +240,12 @@ class CacheQuantization:
 
 
 class Checkpoint:
-    """A list of caches as it is now, before a forward pass over some rows.
+    """A snapshot of caches before a forward pass over some rows.
 
-    ``rerun(m)`` must run the first m rows of the pass through the model again, on top of what
-    was there before; it is called where a cache's rows cannot be cut. ``num_rows`` is how many
-    rows the pass will have, where that is known: a single one costs nothing. Each of ``entries``
-    is of one cache, by ``rules``.
+    ``rerun(m)`` must run the first m rows of the pass through the model again, after the restored
+    entries; it is called if a cache's rows cannot be cut. ``num_rows`` is the number of rows of
+    the pass, if it is known: a single row costs nothing. ``entries`` has a rollback object for
+    each cache, by ``rules``.
     """
 
     def __init__(
@@ -260,7 +260,7 @@ class Checkpoint:
         self.entries = [rules[type(cache)](cache, num_rows) for cache in single_caches(caches)]
         self._rerun = rerun
         self._updates: StateUpdates | None = None
-        self._kept: KeptRows | None = None  # what recurrent states have yet to be made of
+        self._kept: KeptRows | None = None  # rows not yet in the recurrent states
 
     @property
     def recurrent(self) -> list[StateRollback]:
@@ -268,20 +268,20 @@ class Checkpoint:
         return [entry for entry in self.entries if isinstance(entry, StateRollback)]
 
     def keep_updates(self, updates: StateUpdates | None) -> None:
-        """Keep the pass's record of its states: with one there is no ``rerun``."""
+        """Keep the pass's record of its state updates, which makes ``rerun`` unnecessary."""
         self._updates = updates
 
     def rollback(self, num_rows: int) -> None:
-        """Drop every row after the first ``num_rows``; rows cut before stay cut.
+        """Drop every row after the first ``num_rows``; rows that were cut before stay cut.
 
-        Works also when the pass broke off half-way, with some caches updated and some not.
-        Must not be called when every row stays.
+        This also works after a pass that failed half-way, with only some caches updated. It must
+        not be called when every row stays.
         """
         self.cut(num_rows)
         self.restore()
 
     def cut(self, num_rows: int) -> None:
-        """``rollback``, except for recurrent states that can be made later: see ``restore``."""
+        """``rollback``, but recurrent states that can be recomputed later wait for ``restore``."""
         self._caches[:] = self._before  # a cache may have been replaced by its quantized copy
         self._kept = None
         runs_again = False
@@ -298,11 +298,11 @@ class Checkpoint:
 
     @property
     def is_open(self) -> bool:
-        """Whether recurrent states have yet to be made: see ``restore``."""
+        """Whether recurrent states have yet to be computed: see ``restore``."""
         return self._kept is not None
 
     def restore(self) -> None:
-        """Make the recurrent states that ``cut`` left open."""
+        """Compute the recurrent states that ``cut`` deferred."""
         if self._updates is not None and self._kept is not None:
             for state in self.recurrent:
                 state.cache.cache = self._updates.states(state.cache, self._kept)
@@ -314,8 +314,8 @@ class Checkpoint:
             self.rollback(len(rows))
             return
         taken = [entry.take(rows) for entry in self.entries]
-        # Started before anything is written: a buffer that is still to be read would be copied,
-        # all of it, to be written.
+        # Started before anything is written: writing to a buffer that is yet to be read would
+        # copy all of it.
         mx.async_eval(taken)
         for entry, arrays in zip(self.entries, taken, strict=True):
             entry.put(arrays, len(rows))

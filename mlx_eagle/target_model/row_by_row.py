@@ -24,9 +24,9 @@ State = dict[str, Any]
 
 
 class StepRollback:
-    """A cache is put back to what it was after a row: all that it holds, not only the end of it.
+    """Restores a cache as it was after a row: all of its entries, not only the last ones.
 
-    A full ring has no trace of what a row has written over, and a state none of the rows before.
+    A full ring has lost what a row has overwritten, and a state has no rows to drop.
     """
 
     def __init__(self, cache: Any, num_rows: int | None = None):
@@ -34,7 +34,7 @@ class StepRollback:
         self._states = [_copied(vars(cache))]
 
     def keep_row(self) -> None:
-        """Keep the cache as it is, after one more row of the pass."""
+        """Save the cache after one more row of the pass."""
         self._states.append(_copied(vars(self.cache)))
 
     def rollback(self, num_rows: int) -> None:
@@ -45,22 +45,22 @@ class StepRollback:
         return self._states[rows[-1] + 1]
 
     def put(self, taken: State, num_rows: int) -> None:
-        """Make ``taken`` the cache."""
+        """Replace the cache's content by ``taken``."""
         vars(self.cache).update(_copied(taken))
 
 
 def _copied(state: State) -> State:
-    """The same with new handles of arrays: later rows are written into those that a cache has."""
+    """A copy with new handles of arrays, since later rows are written into the cache's own."""
     copied: State = tree_map(lambda v: v[...] if isinstance(v, mx.array) else v, state)
     return copied
 
 
 APPENDED = (KVCache, QuantizedKVCache, ConcatenateKVCache)
-"""Caches to which a row adds its own entries and changes nothing: a chain is cut, not put back."""
+"""Caches to which a row only adds entries: chains are cut from them, not restored."""
 
 
 def checkpoint_of_rows(caches: list[Any], is_tree: bool) -> Checkpoint:
-    """A checkpoint before a pass of ``run_rows``, back to any of its rows without another pass."""
+    """A checkpoint before ``run_rows``; goes back to any of its rows without another pass."""
     cut = () if is_tree else APPENDED
     rules = {each: rule if each in cut else StepRollback for each, rule in RULES.items()}
     return Checkpoint(caches, rules=rules)
@@ -72,7 +72,7 @@ def run_rows(
     parents: Sequence[int] | None,
     checkpoint: Checkpoint,
 ) -> tuple[mx.array, mx.array | None]:
-    """Logits (R, V) and features (R, F), if any, of tokens (R,), by ``run`` of one at a time.
+    """Logits (R, V) and features (R, F), if any, of tokens (R,), with ``run`` for each token.
 
     Token i + 1 of a tree continues row ``parents[i]``; None: a chain.
     """

@@ -34,7 +34,7 @@ Exchange = Callable[[mx.array], mx.array]
 
 @dataclass(frozen=True)
 class Stage:
-    """This process's layers, ``start`` to ``end`` of ``num_layers``; all of them where whole."""
+    """This process's layers, ``start`` to ``end`` of ``num_layers``, perhaps all."""
 
     start: int
     end: int
@@ -45,7 +45,7 @@ class Stage:
         return self.end - self.start == self.num_layers
 
     def sees(self, tap: int) -> bool:
-        """Whether that activation passes here: what leaves a layer belongs to its process."""
+        """Whether this process has that activation: a layer's output belongs to its process."""
         return self.start < tap <= self.end or tap > self.num_layers or tap == self.start == 0
 
     def to_fetch(self, taps: tuple[int, ...]) -> list[int]:
@@ -77,9 +77,9 @@ class Stage:
 
 
 def find_stage(model: nn.Module) -> Stage:
-    """The part of an mlx-lm model's layers that is here.
+    """The layers of an mlx-lm model that this process has.
 
-    Of a pipelined model all processes must ask at the same time.
+    For a pipelined model, all processes must call this at the same time.
     """
     num_here = len(model.layers)
     for pipeline in _pipelines(model):
@@ -93,14 +93,14 @@ def is_pipelined(model: nn.Module) -> bool:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether other processes run parts of this model, and so have to do what this one does."""
+    """Whether other processes run parts of this model, and have to follow this one."""
     return is_pipelined(model) or any(
         isinstance(module, SHARDED) for _, module in named_modules(model)
     )
 
 
 def in_any_process(flag: bool) -> bool:
-    """Whether it is true in at least one; all must ask at the same time."""
+    """Whether ``flag`` is true in any process; all must call this at the same time."""
     return int(mx.distributed.all_sum(mx.array(int(flag)))) > 0
 
 

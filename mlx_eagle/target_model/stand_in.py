@@ -1,17 +1,17 @@
 """A stand-in for the user's model: the same weights, run by modules that we may change.
 
-Looking into a model, or giving its rows other positions, takes modules that do more than their
-own. The user's are never touched: another thread may be running them at the same time. What we
-change is a copy of them, and of the modules that lead to them; all others, and every array, are
-shared.
+Recording a model's activations, or giving its rows other positions, takes modules that do more
+than the model's own. The user's modules are never touched, since another thread may be running
+them. We change copies of them, and of the modules that contain them; all other modules, and all
+arrays, are shared.
 
-The copy's attention over a few rows can be cut into parts that Metal's vector kernel takes: up to
-8 rows, and 32 rows times query heads per key head (``fused_rows`` in ``system/device.py``). A
-pass of more goes through plain operations, which read keys and values once for every *query* head
-and put all scores into memory. Parts read them once each: with 8 query heads per key head, 8 rows
-in two parts read a quarter. A row's sum is the same in every part, so this changes rounding at
-most. Where a pass would go through plain operations MLX can also be told to take one of its fused
-kernels all the same. Whether either is faster is measured (``decoding/pass_costs.py``).
+The copy's attention over a few rows can be split into groups of rows that Metal's vector kernel
+takes: up to 8 rows, and 32 rows times query heads per key head (``fused_rows`` in
+``system/device.py``). A larger pass goes through plain operations, which read keys and values
+once for every *query* head and put all scores into memory. Each group reads them once: with 8
+query heads per key head, 8 rows in two groups read a quarter. A row's sum is the same in every
+group, so at most rounding changes. MLX can also be told to use a fused kernel where it would
+take plain operations. Whether either is faster is measured (``decoding/pass_costs.py``).
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -31,10 +31,10 @@ from .states import StateRecorder, is_recurrent
 
 
 def with_names(method: FunctionType, names: dict[str, Any]) -> FunctionType:
-    """``method`` with other things behind some of the global names that it looks up.
+    """``method`` with other values for some of the global names that it looks up.
 
-    The code is the same, and so is all else it refers to: the module file that others use stays
-    as it is.
+    Its code, and everything else that it refers to, are the same; the module that defines it is
+    not changed.
     """
     names = {**method.__globals__, **names}
     copy = FunctionType(
@@ -45,7 +45,7 @@ def with_names(method: FunctionType, names: dict[str, Any]) -> FunctionType:
 
 
 def methods_of(module_type: type) -> dict[str, FunctionType]:
-    """The methods that a class of modules does not have from MLX."""
+    """The methods of a module class that MLX's own classes do not define."""
     own = [base for base in reversed(module_type.__mro__) if issubclass(base, nn.Module)]
     return {
         name: method
@@ -56,13 +56,13 @@ def methods_of(module_type: type) -> dict[str, FunctionType]:
 
 
 class StandIn:
-    """A copy of ``model`` whose rotary embeddings go by ``positions``.
+    """A copy of ``model`` whose rotary embeddings use ``positions``.
 
-    What its recurrent layers do with their states can be recorded by ``states``.
+    ``states`` can record the updates of its recurrent states.
 
-    It belongs to one generation: it has the state of a pass under way, so no two passes may run on
-    it at the same time. ``copies`` are the copies of ``changed``, in order: the caller may change
-    them too. Weights that the user's model is given later are not seen.
+    It belongs to one generation: it has the state of the pass that is running, so no two passes
+    may run on it at the same time. ``copies`` are the copies of ``changed``, in order, which the
+    caller may change further. It does not see weights that the user's model is given later.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class StandIn:
     def _changed_methods(
         self, model: nn.Module, ropes: list[nn.Module]
     ) -> list[tuple[nn.Module, dict[str, Any]]]:
-        """The modules of a model, except ``ropes``, with the methods that must change in each."""
+        """The modules of a model, except ``ropes``, that need other methods, and the methods."""
         attention = {id(module) for module in find_attention(model)}
         by_type: dict[tuple[type, bool], dict[str, Any]] = {}
         found = {}
@@ -108,7 +108,7 @@ class StandIn:
         return list(found.values())
 
     def _methods(self, module_type: type, attends: bool) -> dict[str, Any]:
-        """The methods of a class of modules that have to do more here than their own."""
+        """Replacements for the methods of a module class that have to do more here."""
         changed: dict[str, Any] = {}
         for name, method in methods_of(module_type).items():
             names = self.states.names_in(method) if is_recurrent(method) else {}
@@ -125,7 +125,7 @@ class StandIn:
 
     @contextmanager
     def tree_attention(self, caches: list[Any], tree_mask: mx.array) -> Iterator[None]:
-        """Make a forward pass over R rows, in this block, one over the tree ``tree_mask`` (R, R).
+        """Treat the R rows of a forward pass in this block as the tree ``tree_mask`` (R, R).
 
         ``tree_mask[r, a]`` says whether row a is r itself or one of its ancestors.
         """
@@ -136,16 +136,16 @@ class StandIn:
 
 
 def copy_modules(model: nn.Module, changed: list[nn.Module]) -> tuple[nn.Module, list[nn.Module]]:
-    """``model`` with copies of the modules ``changed`` in their places; the model and the copies.
+    """``model`` with the modules ``changed`` replaced by copies; returns it and the copies.
 
-    Copied are those modules and the ones that hold them, however deep; a module that stands in
-    two places has one copy. Everything else is shared with ``model``, which stays as it is.
+    These modules and all modules that contain them are copied, at any depth; a module that occurs
+    twice has one copy. Everything else is shared with ``model``, which is not changed.
     """
     wanted = {id(module) for module in changed}
     done: dict[int, Any] = {}
 
     def copied(value: Any) -> Any:
-        """``value``, or a copy where something in it was copied."""
+        """``value``, or a copy of it if something in it was copied."""
         if not isinstance(value, (dict, list, tuple)):
             return value
         if id(value) not in done:
@@ -167,12 +167,12 @@ def _with_members(value: Any, copied: Any, must_copy: bool) -> Any:
         return value
     new = type(value).__new__(type(value))
     dict.update(new, members)  # a module's own ``update`` takes parameters only
-    if isinstance(value, nn.Module):  # a dict of its arrays and modules, and attributes beside
+    if isinstance(value, nn.Module):  # a dict of arrays and modules, with further attributes
         new.__dict__.update(value.__dict__)
     return new
 
 
 def add_behaviour(copy: nn.Module, behaviour: type) -> None:
-    """Put the methods of ``behaviour`` in front of the ones of the copy's own class."""
+    """Let the methods of ``behaviour`` override the ones of the copy's own class."""
     original = type(copy)
     copy.__class__ = type(original.__name__, (behaviour, original), {})

@@ -1,15 +1,15 @@
-"""Recurrent states: their updates are recorded in a pass, to be repeated on fewer of its rows.
+"""Recurrent states: a pass records their updates, which can be repeated on fewer of its rows.
 
-A state says nothing of the rows that made it, so rows that are rejected cannot be taken out of it
-again. But little of a layer makes its state: a short convolution keeps the last rows that entered
-it, and one function of mlx-lm, such as ``gated_delta_update``, folds rows into a matrix. Its
-arguments are recorded in the pass. To keep m rows, that function runs again on what it was given,
-with later rows masked, and the convolution's rows are cut out of those it was run on. No weights
-are read for it, and each text of a batch keeps a number of rows of its own.
+Rejected rows cannot be removed from a state. But only little of a layer makes its state: a short
+convolution keeps the last rows that entered it, and one function of mlx-lm, such as
+``gated_delta_update``, folds rows into a matrix. The pass records its arguments. To keep m rows,
+that function runs again on the same arguments with later rows masked, and the convolution's state
+is cut out of the rows that it was run on. This reads no weights, and each text of a batch can keep
+its own number of rows.
 
-What reads a state is known by the array itself: it must be handed the very object that the cache
-held. Where a state is read in another way, the pass cannot be repeated so, and is run again. The
-same holds for layers that are not mlx-lm's own, which are untested.
+The recorder recognises a state by the array itself: a function must be given the very object that
+the cache held. If a state is read in another way, the whole pass is run again. The same is true
+of layers that are not mlx-lm's own, which are untested.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,14 +27,14 @@ from .cache_view import single_caches
 
 @dataclass(frozen=True)
 class KeptRows:
-    """Numbers of a pass's rows that each of B texts keeps, one at least."""
+    """Numbers of rows, at least one, that each of B texts keeps of a pass."""
 
     counts: tuple[int, ...]
     num_rows: int
 
     @property
     def same(self) -> int | None:
-        """The number that all of them keep, if it is one."""
+        """The number of rows if all texts keep the same; else None."""
         return self.counts[0] if len(set(self.counts)) == 1 else None
 
     @cached_property
@@ -48,7 +48,7 @@ class KeptRows:
         return mx.arange(self.num_rows) < self.lengths[:, None]
 
     def pick(self, states: dict[int, mx.array]) -> mx.array:
-        """Pick each text's own from ``states``, (B, ...) by the number of rows that made them."""
+        """Pick each text's state from ``states``: (B, ...) by number of rows kept."""
         if self.same is not None:
             return states[self.same]
         rows = [states[count][b : b + 1] for b, count in enumerate(self.counts)]
@@ -56,11 +56,11 @@ class KeptRows:
 
 
 Repeat = Callable[[KeptRows], mx.array]
-"""Makes a state as it is after the rows that are kept."""
+"""Computes a state as it is after the kept rows."""
 
 
 def _masked(call: Callable[..., Any], arguments: dict[str, Any], kept: KeptRows) -> mx.array:
-    """Repeat with a mask (B, R), which ``call`` takes: other rows leave the state as it is."""
+    """Repeat with a mask (B, R), which ``call`` takes: other rows do not change the state."""
     return _state_in(call(**{**arguments, "mask": kept.mask}))
 
 
@@ -71,7 +71,7 @@ def _cut(
     arguments: dict[str, Any],
     kept: KeptRows,
 ) -> mx.array:
-    """Repeat over the first rows only, once for each number of them."""
+    """Repeat over the first rows only, once for each number of rows kept."""
     states = {}
     for count in set(kept.counts):
         rows = (slice(None),) * axis + (slice(count),)
@@ -83,7 +83,7 @@ def _cut(
 def _cut_or_masked(
     call: Callable[..., Any], arguments: dict[str, Any], kept: KeptRows
 ) -> mx.array:
-    """Cut where all texts keep the same number: a single row has a kernel of its own."""
+    """Cut if all texts keep the same number of rows: a single row has its own kernel."""
     if kept.same is None:
         return _masked(call, {**arguments, "lengths": kept.lengths}, kept)
     return _cut(("hidden_states", "B", "C", "dt"), 1, call, arguments, kept)
@@ -92,7 +92,7 @@ def _cut_or_masked(
 def _neutral(
     values: dict[str, float], call: Callable[..., Any], arguments: dict[str, Any], kept: KeptRows
 ) -> mx.array:
-    """Repeat with ``values`` in other rows that leave the state as it is."""
+    """Repeat with ``values`` in the other rows, which then do not change the state."""
     changed = {}
     for name, value in values.items():
         rows = arguments[name]  # (B, R, ...)
@@ -108,13 +108,13 @@ UPDATES: dict[str, Callable[[Callable[..., Any], dict[str, Any], KeptRows], mx.a
     "rnn_scan": partial(_neutral, {"a": 1.0, "x": 0.0}),  # Griffin's RG-LRU
     "_wkv7": partial(_neutral, {"w": 1.0, "k": 0.0, "b": 0.0}),  # RWKV-7
 }
-"""Functions and methods of mlx-lm that bring a state over all rows, and how some are left out.
+"""Functions and methods of mlx-lm that advance a state over rows, and how to leave rows out.
 
 They return a pair, the state last.
 """
 
 STEPS = ("ssm_step", "fma")
-"""The same for one row at a time, of Mamba-1 and of Jamba: each call's state is kept instead."""
+"""Functions of Mamba-1 and Jamba that advance a state by one row: each result is kept."""
 
 
 def _state_in(result: Any) -> mx.array:
@@ -135,18 +135,18 @@ def _repeated(
 
 @dataclass(frozen=True)
 class Window:
-    """A state that is the last of ``rows`` along ``axis``, the first of which it was before."""
+    """A state: the last of ``rows`` along ``axis``; the first of them are the state before."""
 
     rows: mx.array
     axis: int
-    before: int  # how many it was
-    after: int  # how many it is after the pass: as many, or more while it grows
+    before: int  # rows of the old state
+    after: int  # rows of the state after the pass: the same number, or more while it grows
 
     def __call__(self, kept: KeptRows) -> mx.array:
         if kept.same is not None:
             end = self.before + kept.same
             cut = slice(max(0, end - self.after), end)
-            # A copy, or all rows would be kept in memory.
+            # A copy, since a view would keep all rows in memory.
             return mx.contiguous(self.rows[(slice(None),) * self.axis + (cut,)])
         index = kept.lengths[:, None] + mx.arange(self.after)
         shape = [1] * self.rows.ndim
@@ -156,14 +156,14 @@ class Window:
 
 @dataclass(frozen=True)
 class StateUpdates:
-    """Functions that make the states of each recurrent cache in a pass again."""
+    """Functions that recompute the states of each recurrent cache in a pass."""
 
     num_rows: int
     by_cache: dict[int, list[Repeat]]  # by the id of a cache
-    caches: list[ArraysCache]  # which must live, so that no other has the same id
+    caches: list[ArraysCache]  # kept alive, so that their ids are not reused
 
     def states(self, cache: ArraysCache, kept: KeptRows) -> list[mx.array]:
-        """The states of ``cache`` after the rows that are kept."""
+        """The states of ``cache`` after the kept rows."""
         return [repeat(kept) for repeat in self.by_cache[id(cache)]]
 
 

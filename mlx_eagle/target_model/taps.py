@@ -9,7 +9,7 @@ import mlx.nn as nn
 class TapRecorder:
     """Records one pass at a time: the activations at chosen taps.
 
-    ``last`` is the tap behind the last layer.
+    ``last`` is the tap after the last layer.
     """
 
     def __init__(self, taps: set[int], last: int):
@@ -22,15 +22,15 @@ class TapRecorder:
     def begin(self, rows: mx.array | None = None) -> None:
         """Forget the last pass.
 
-        In the next one the last layer hands on only ``rows`` (K,), numbered b * R + r, if given;
-        ``cut`` (1, K, H) is then what it handed on.
+        If ``rows`` (K,), numbered b * R + r, are given, the last layer of the next pass returns
+        only these; they are ``cut`` (1, K, H).
         """
         self._seen = {}
         self._rows = rows
         self.cut = None
 
     def take(self) -> dict[int, mx.array]:
-        """Hand over the activations by tap of the pass that has ended."""
+        """Return the activations of the finished pass, by tap."""
         seen = self._seen
         self.begin()
         return seen
@@ -47,7 +47,7 @@ class TapRecorder:
         self._seen[tap] = output[0] if isinstance(output, tuple) else output
 
     def on_layer_output(self, tap: int, output: Any) -> Any:
-        """Record a layer's output; returns what the model goes on with."""
+        """Record a layer's output; return what the model continues with."""
         self.on_tap(tap, output)
         if self._rows is None or tap != self._last or not isinstance(output, mx.array):
             return output
@@ -61,9 +61,9 @@ class TapRecorder:
 
 
 class RecordedLayer(nn.Module):
-    """Mixin for the copy of a layer or of the final norm: it tells ``TapRecorder``.
+    """Mixin for the copy of a layer or of the final norm that reports to a ``TapRecorder``.
 
-    The norm counts as the layer behind the last.
+    The norm counts as the layer after the last.
     """
 
     _recorder: TapRecorder

@@ -18,9 +18,9 @@ from .taps import RecordedLayer, TapRecorder
 def find_final_norm(model: nn.Module) -> nn.Module:
     """The norm beside a model's layers: the only one, or the one called ``norm``; else ValueError.
 
-    A norm is known by its parameters: vectors only, of which one is the weight.
+    A norm is recognised by its parameters: only vectors, one of them called ``weight``.
     """
-    # model.layers may be a new list at each call: the owner is known by a layer in it.
+    # model.layers may be a new list at each call, so the owner is found by a layer in it.
     last = model.layers[-1]
     owners = [
         module
@@ -45,14 +45,14 @@ def find_final_norm(model: nn.Module) -> nn.Module:
 
 
 class Target:
-    """An mlx-lm model that also hands out its taps.
+    """An mlx-lm model that also returns its taps.
 
     Tap i is the residual stream entering layer i (0-based), before any norm; tap ``num_layers``
     is what enters the final norm, ``num_layers + 1`` what leaves it.
 
     The user's model is never changed: passes run on a ``StandIn``, which shares its weights. So
-    other threads may use the model, or targets of their own, at the same time. A target itself
-    is for one generation.
+    other threads may use the model, or their own targets, at the same time. A target itself
+    belongs to one generation.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Target:
         taps: tuple[int, ...] = (),
         most_rows: Callable[[int, int], int] = no_kernel,
     ):
-        """``most_rows``: of one attention kernel, see ``AttentionOptions``."""
+        """``most_rows``: rows that one attention kernel takes, see ``AttentionOptions``."""
         self.stage = find_stage(model)
         num_layers = self.stage.num_layers
         outside = [tap for tap in taps if not 0 <= tap <= num_layers + 1]
@@ -84,20 +84,20 @@ class Target:
     def can_verify_tree(self, cache: list[Any], num_rows: int) -> bool:
         """Whether the rows of a tree have the attention scales of plain decoding."""
         num = self._positions_of_one_scale
-        if num is None:  # and perhaps no cache, or one that counts no positions
+        if num is None:  # the cache may be missing, or count no positions
             return True
         start: int = cache[0].offset
         return start // num == (start + num_rows - 1) // num
 
     @property
     def attention(self) -> AttentionOptions:
-        """Whether attention cuts the rows of its passes into parts."""
+        """Options of the attention in its passes."""
         return self._stand_in.attention
 
     def _recording_stand_in(self, most_rows: Callable[[int, int], int]) -> StandIn:
         """The model's stand-in, whose layers and final norm tell ``self._recorder``.
 
-        The last layer always does, for ``logits_at``; of the others those beside a tap.
+        The last layer always does, for ``logits_at``; of the others, the ones next to a tap.
         """
         wanted = {max(tap - 1, 0) for tap in self._recorded} | {self.num_layers - 1}
         layers = enumerate(self.model.layers, self.stage.start)
@@ -118,12 +118,11 @@ class Target:
         tree_mask: mx.array | None = None,
         embeddings: mx.array | None = None,
     ) -> tuple[mx.array, mx.array | None]:
-        """Run tokens (R,) on top of ``cache``: logits (R, V) and features (R, F).
+        """Run tokens (R,) after the entries of ``cache``: logits (R, V) and features (R, F).
 
         Features are the taps side by side, low to high; None without taps. ``tree_mask`` (R, R)
-        makes the rows a tree (see ``tree_rows.ancestors``); they are a chain without. Of a
-        chain ``embeddings`` (R, h), if any, enter the first layer; there may then be no tokens
-        (0,).
+        makes the rows a tree (see ``tree_rows.ancestors``); without it they are a chain. For a
+        chain, ``embeddings`` (R, h) may replace the tokens, which may then be empty (0,).
         """
         if tree_mask is None:
             given: dict[str, Any] = {}
@@ -137,7 +136,7 @@ class Target:
         return logits[0], None if features is None else features[0]
 
     def batch(self, tokens: mx.array, cache: list[Any]) -> tuple[mx.array, mx.array | None]:
-        """Run tokens (B, R) on top of batch caches: logits (B, R, V), features (B, R, F)."""
+        """Run tokens (B, R) with batch caches: logits (B, R, V), features (B, R, F)."""
         with self._stand_in.absorbed.absorbing():
             logits, seen = self._pass(tokens, cache)
         return logits, self._features(seen, tokens.shape[0])
@@ -145,12 +144,12 @@ class Target:
     def logits_at(
         self, tokens: mx.array, rows: mx.array
     ) -> tuple[mx.array, mx.array | None, mx.array | None]:
-        """Run texts (B, R) from their beginnings: logits (K, V) at K of their positions only.
+        """Run texts (B, R) from the beginning: logits (K, V) at only K of their positions.
 
-        ``rows`` (K,) are numbered b * R + r. Features (B, R, F) cover all positions. What stands
-        behind the layers, the output matrix above all, sees no more than these rows, unless
-        features are taken there or the layers are spread over machines; the third result is what
-        left the last layer there, (K, H), and None where all rows went on.
+        ``rows`` (K,) are numbered b * R + r. Features (B, R, F) cover all positions. The modules
+        after the layers, above all the output matrix, get only these rows, unless a tap is there
+        or the layers are spread over machines. The third result is the last layer's output (K, H)
+        for these rows; None if the modules got all rows.
         """
         is_possible = self.stage.is_whole and self.num_layers + 1 not in self._recorded
         self._recorder.begin(rows=rows if is_possible else None)
@@ -166,7 +165,7 @@ class Target:
     def recording(
         self, cache: list[Any], num_rows: int, keep: Callable[[StateUpdates | None], None]
     ) -> Iterator[None]:
-        """Record a pass over ``num_rows`` in this block: ``keep`` is given its state updates."""
+        """Record a pass over ``num_rows`` in this block; ``keep`` gets its state updates."""
         states = self._stand_in.states
         states.begin(cache, num_rows)
         try:
@@ -179,7 +178,7 @@ class Target:
     def matching_single_row(self, cache: list[Any], num_rows: int) -> Iterator[None]:
         """Give each row of a chain, in this block, the mask and position of plain decoding.
 
-        Its rows attend to a latent cache as a single one does.
+        Its rows attend to a latent cache as a single row does.
         """
         positions = self._stand_in.positions.using(one_by_one=num_rows > 1)
         with exact_masks(cache, num_rows), positions, self._stand_in.absorbed.absorbing():
@@ -190,7 +189,7 @@ class Target:
     ) -> tuple[mx.array, dict[int, mx.array]]:
         """One forward pass over tokens (B, R): logits (B, R, V), activations by tap.
 
-        ``given`` is what else the model is called with.
+        ``given`` are further arguments for the model.
         """
         self._recorder.begin()
         self.attention.begin()
@@ -199,7 +198,7 @@ class Target:
         return logits, self._recorder.take()
 
     def _features(self, seen: dict[int, mx.array], batch: int) -> mx.array | None:
-        """The taps side by side, (batch, R, F); None where there are none."""
+        """The taps side by side, (batch, R, F); None if there are none."""
         if not self.taps:
             return None
         for tap in filter(self.stage.sees, self._recorded):

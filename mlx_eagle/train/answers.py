@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from itertools import groupby, islice
 from pathlib import Path
 from random import Random
@@ -26,7 +26,7 @@ from ..system.cli_values import add_version_flag, use_plain_words
 from ..system.device import prepare_device
 from ..system.exit_codes import run_command
 from ..system.progress import open_bar
-from .data import DataRow, check_messages, read_rows, reading
+from .data import check_messages, read_rows, reading
 from .settings import TEMPERATURES, AnswerSettings, parse_temperatures
 from .teacher import load_target
 
@@ -71,7 +71,12 @@ def read_prompts(path: Path, tokenizer: TokenizerWrapper | None = None) -> list[
     """
     conversations = []
     for row in read_rows(path):
-        messages = _conversation(row)
+        if isinstance(row.fields.get("prompt"), str):
+            messages = [{"role": "user", "content": row.fields["prompt"]}]
+        else:
+            messages = check_messages(row) if "messages" in row.fields else []
+        while messages and messages[-1]["role"] == "assistant":
+            messages = messages[:-1]
         if not messages:
             raise ValueError(
                 f'{row.where} has neither "prompt" nor "messages" that end with a '
@@ -89,17 +94,6 @@ def _encoded(tokenizer: TokenizerWrapper, messages: Messages) -> list[int]:
     return list(
         tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     )
-
-
-def _conversation(row: DataRow) -> Messages:
-    if isinstance(row.fields.get("prompt"), str):
-        return [{"role": "user", "content": row.fields["prompt"]}]
-    if "messages" not in row.fields:
-        return []
-    messages = check_messages(row)
-    while messages and messages[-1]["role"] == "assistant":
-        messages = messages[:-1]
-    return messages
 
 
 def answer_prompts(
@@ -319,7 +313,6 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add_version_flag(parser)
     add = parser.add_argument
-    defaults = AnswerSettings()
     add("--model", required=True, help="Folder or hub repo of the target.")
     add("--prompts", required=True, help='JSONL with "prompt" or "messages" on each line.')
     add("--output", required=True, help="JSONL to write or to go on with: DATA/train.jsonl.")
@@ -328,20 +321,16 @@ def make_parser() -> argparse.ArgumentParser:
     shown = ",".join(map(str, TEMPERATURES))
     add(
         "--temps",
+        dest="temperatures",
         type=parse_temperatures,
-        default=TEMPERATURES,
         metavar="T,T",
         help=f"Every prompt is answered once at each of these temperatures (default {shown}).",
     )
-    add("--max-tokens", type=int, default=defaults.max_tokens, help="Most tokens of an answer.")
-    add(
-        "--max-prompt-tokens",
-        type=int,
-        default=defaults.max_prompt_tokens,
-        help="Longer prompts are passed over.",
-    )
-    add("--rows", type=int, default=defaults.rows, help="Answers that are decoded at once.")
-    add("--seed", type=int, default=defaults.seed, help="Seed of the order and of the sampling.")
+    add("--max-tokens", type=int, help="Most tokens of an answer.")
+    add("--max-prompt-tokens", type=int, help="Longer prompts are passed over.")
+    add("--rows", type=int, help="Answers that are decoded at once.")
+    add("--seed", type=int, help="Seed of the order and of the sampling.")
+    parser.set_defaults(**asdict(AnswerSettings()))
     use_plain_words(parser)
     return parser
 
@@ -351,9 +340,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = make_parser().parse_args(argv)
 
     def answer() -> None:
-        settings = AnswerSettings(
-            args.temps, args.max_tokens, args.max_prompt_tokens, args.rows, args.seed
-        )
+        names = (each.name for each in fields(AnswerSettings))
+        settings = AnswerSettings(**{name: getattr(args, name) for name in names})
         prompts = Path(args.prompts).expanduser()
         read_prompts(prompts)  # before the model, which takes a while
         prepare_device()

@@ -12,22 +12,18 @@ import numpy as np
 from mlx_lm.models.cache import KVCache
 
 from ..drafters.assistant import FULL, ORDERING, SLIDING, Assistant, sources, text_of
-from .chains import ChainRecipe, ChainTargets, known_tokens
-from .chunks import Arrays, computed_again
+from .chains import ChainRecipe, ChainTargets
+from .chunks import Arrays, run_step
 from .given import Given
-from .settings import LossSettings, TrainSettings
-from .student import Student
+from .settings import TrainSettings
+from .student import HeadFiles, Student
 from .teacher import ROWS_AT_ONCE, HiddenTeacher
+from .unroll import known_tokens
 
 TABLE = "embed_tokens."
 CENTROIDS = "centroids."
 FROZEN = (TABLE, CENTROIDS, "layer_scalar")
 """Tables that clusters of tokens are made of, and what Transformers has as a buffer."""
-
-
-def is_trained(head: nn.Module, model: nn.Module, given: Given, name: str) -> bool:
-    """Return whether a parameter is trained: tables and scalars of layers are not."""
-    return not any(part in name for part in FROZEN)
 
 
 class AssistantRecipe(ChainRecipe):
@@ -63,9 +59,7 @@ class AssistantRecipe(ChainRecipe):
             logits = mx.where(mx.take(is_open, of_token, axis=1) > 0, logits, -mx.inf)
         return mx.argmax(logits, axis=-1)
 
-    def to_write(
-        self, config: Mapping[str, Any], arrays: dict[str, mx.array]
-    ) -> tuple[dict[str, Any], dict[str, mx.array]]:
+    def to_write(self, config: Mapping[str, Any], arrays: dict[str, mx.array]) -> HeadFiles:
         """Leave the clusters out where the table that they were made of has been trained."""
         values = dict(config)
         if not self.settings.train_embeddings:
@@ -98,13 +92,7 @@ class AssistantRecipe(ChainRecipe):
         return hidden, targets._replace(keys=tuple(rows[::2]), values=tuple(rows[1::2]))
 
     def steps(
-        self,
-        head: Any,
-        embeddings: mx.array,
-        features: mx.array,
-        targets: ChainTargets,
-        settings: LossSettings,
-        first: int,
+        self, head: Any, embeddings: mx.array, features: mx.array, targets: Any, first: int
     ) -> Iterator[mx.array]:
         kinds = sorted(set(head.config.layer_types))
         slots = mx.arange(first, embeddings.shape[1])[:, None]
@@ -127,8 +115,6 @@ class AssistantRecipe(ChainRecipe):
         hidden = features[:, first:]
         for step in range(self.depth):
             given = [known_tokens(embeddings, step, first), hidden]
-            if settings.checkpoint:
-                x, hidden = computed_again(head, self.output_parts(), run, given, [flat])
-            else:
-                x, hidden = run(*given, [flat])
+            again = self.settings.grad_checkpoint
+            x, hidden = run_step(head, self.output_parts(), run, given, [flat], again)
             yield x

@@ -6,7 +6,7 @@ itself. The drafter's own layers compute it, and its own choices are evaluated.
 
 import json
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,12 +21,21 @@ from ..drafters.dflash import BlockAttention, DFlashHead, seen_by
 from ..drafters.target_parts import find_embedding
 from ..system.safetensors import save_arrays
 from .batches import TokenBatch
-from .chunks import CHUNK_BYTES, Arrays, chunk_rows, in_chunks, with_weights
+from .chunks import (
+    CHUNK_BYTES,
+    Arrays,
+    chunk_rows,
+    eval_in_chunks,
+    in_chunks,
+    run_step,
+    with_weights,
+)
 from .compiled import is_compiled, softmax
-from .given import Given, GivenRecipe
+from .given import Given
 from .losses import TINY
-from .settings import LossSettings, TrainSettings
-from .student import Student
+from .recipe import GivenRecipe
+from .settings import TrainSettings
+from .student import Student, target_sizes
 from .teacher import HiddenTeacher
 
 KEPT = 0.5  # of D-PACE: the least that a position passes on
@@ -39,11 +48,7 @@ AT_ONCE = 64  # blocks of a text in an evaluation, at most
 SAME = "hidden_size head_dim intermediate_size vocab_size rms_norm_eps rope_theta"
 """Fields that published configs call the same."""
 FROZEN = ("embed_tokens.", "lm_head.", "attention_sink_bias", "layer_scalar")
-
-
-def is_trained(head: nn.Module, model: nn.Module, given: Given, name: str) -> bool:
-    """Return whether a parameter is trained: tables, output matrices and scalars are not."""
-    return not any(part in name for part in FROZEN)
+"""Tables, output matrices and scalars, which are not trained."""
 
 
 def fresh_fields(
@@ -56,27 +61,16 @@ def fresh_fields(
 
     Raises ValueError if there is no token for masked slots.
     """
-    text = model_config.get("text_config") or model_config
     embedding, vocab_size = find_embedding(model)
     depth = len(model.layers)
     layers = [round(1 + i * max(0, depth - 4) / max(1, LAYERS - 1)) for i in range(LAYERS)]
-    size = int(embedding(mx.array([0])).shape[-1])
-    rope = text.get("rope_parameters") or {}
-    width = settings.intermediate_size or text.get("intermediate_size") or 3 * size
-    num_heads = text.get("num_attention_heads") or max(1, size // 64)
-    return {
-        "hidden_size": size,
+    return target_sizes(model_config, embedding, settings) | {
         "num_layers": settings.num_layers or LAYERS,
-        "num_heads": num_heads,
-        "num_kv_heads": text.get("num_key_value_heads") or num_heads,
-        "head_dim": text.get("head_dim") or size // num_heads,
-        "intermediate_size": width,
         "vocab_size": vocab_size,
         "draft_vocab_size": vocab_size,
         "taps": tuple(sorted({min(layer, depth - 1) + 1 for layer in layers})),
         "mask_token_id": mask_token(settings.mask_token_id, tokenizer, vocab_size),
         "block_size": settings.block_size or BLOCK,
-        "rope_theta": float(text.get("rope_theta") or rope.get("rope_theta") or 10000.0),
     }
 
 
@@ -99,9 +93,12 @@ def write_fresh(
     (folder / "config.json").write_text(json.dumps(values), encoding="utf-8")
 
 
-def layer_values(config: BlockConfig) -> dict[str, Any]:
-    """Return the part of a published config that says what the layers are."""
-    return {name: getattr(config, name) for name in SAME.split()} | {
+def layer_values(config: Any, same: Iterable[str] = SAME.split()) -> dict[str, Any]:
+    """Return the part of a published config that says what the layers are.
+
+    ``same`` are the fields that it calls as ours.
+    """
+    return {name: getattr(config, name) for name in same} | {
         "model_type": "qwen3",
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": config.num_heads,
@@ -203,7 +200,6 @@ class BlockRecipe(GivenRecipe):
         self, batch: TokenBatch, epoch: int, num_ranks: int = 1
     ) -> tuple[mx.array, BlockTargets]:
         settings = self.settings
-        assert settings.anchors is not None
         drawn = anchors_of(batch, settings.anchors, settings.seed, epoch)
         return self.targets_of(batch, drawn)
 
@@ -234,7 +230,10 @@ class BlockRecipe(GivenRecipe):
         """Return the target's choices after positions, numbered b * T + i."""
         used, back = np.unique(rows, return_inverse=True)
         states = self._final(features, mx.array(used, mx.int32))
-        found = self.teacher.choices(states, len(self.student.ids))
+        output = self.teacher.output
+        found = eval_in_chunks(
+            lambda x: mx.argmax(output(x), axis=-1), states, len(self.student.ids)
+        )
         return np.array(found)[back].reshape(rows.shape)
 
     def _final(self, features: mx.array, rows: mx.array) -> mx.array:
@@ -247,29 +246,23 @@ class BlockRecipe(GivenRecipe):
         return max(1, chunk_rows(self.spread * len(self.student.ids)) // self.depth)
 
     def losses(
-        self,
-        head: nn.Module,
-        embeddings: mx.array,
-        features: mx.array,
-        targets: tuple[Any, ...],
-        settings: LossSettings,
+        self, head: Any, embeddings: mx.array, features: mx.array, targets: BlockTargets
     ) -> mx.array:
-        given = BlockTargets(*targets)
-        states = self.states(head, embeddings, features, given.anchors, settings.checkpoint)
-        slots = [x.reshape(-1, self.depth) for x in (given.before, given.labels, given.rows)]
+        states = self.states(head, embeddings, features, targets.anchors)
+        slots = [x.reshape(-1, self.depth) for x in (targets.before, targets.labels, targets.rows)]
 
         def compare(begin: int, rows: Arrays) -> Arrays:
             before, labels, places = (x[begin : begin + len(rows[0])] for x in slots)
             return self.compare(rows[0], before, labels, self._final(features, places))
 
         found = with_weights(head, self.parts, compare, [states], self._at_once, again=False)
-        asked = given.asked.reshape(-1, self.depth)
+        asked = targets.asked.reshape(-1, self.depth)
         weights = [mx.stop_gradient(self._position_weights(each, asked)) for each in found]
         total = sum((w * each * asked).sum() for w, each in zip(weights, found, strict=True))
         divisor = {
-            "rows": given.counts[0],
+            "rows": targets.counts[0],
             "weights": (weights[0] * asked).sum(),
-            "texts": mx.array(float(len(given.anchors))),
+            "texts": mx.array(float(len(targets.anchors))),
         }
         return (total / mx.maximum(divisor[str(self.settings.loss_divisor)], TINY))[None]
 
@@ -285,12 +278,7 @@ class BlockRecipe(GivenRecipe):
         return mx.cumsum(reached, axis=-1, reverse=True)
 
     def states(
-        self,
-        head: Any,
-        embeddings: mx.array,
-        features: mx.array,
-        anchors: mx.array,
-        checkpoint: bool,
+        self, head: Any, embeddings: mx.array, features: mx.array, anchors: mx.array
     ) -> mx.array:
         """Return the states (B * N, D, h) of the slots that draft, behind each anchor (B, N)."""
         block = self.config.block_size
@@ -302,17 +290,13 @@ class BlockRecipe(GivenRecipe):
         x = mx.concatenate([first, masks], axis=1)
         for number, layer in enumerate(head.layers):
 
-            def run(_: int, rows: Arrays, own: Any = layer, number: int = number) -> Arrays:
-                x, context = rows
+            def run(
+                x: mx.array, context: mx.array, _: Any, own: Any = layer, number: int = number
+            ) -> Arrays:
                 return [own(x, lambda u: self._attend(own.self_attn, number, u, context, places))]
 
-            if checkpoint:
-                trained = list(layer.trainable_parameters())
-                x = with_weights(layer, trained, run, [x, context], len(x), again=True)[0]
-            else:
-                x = run(0, [x, context])[0]
-        states: mx.array = head.norm(x[:, self.config.first_slot :])
-        return states
+            x = run_step(layer, (), run, [x, context], [], self.settings.grad_checkpoint)[0]
+        return head.norm(x[:, self.config.first_slot :])
 
     def _attend(
         self, a: BlockAttention, number: int, x: mx.array, context: mx.array, places: mx.array
@@ -351,8 +335,7 @@ class BlockRecipe(GivenRecipe):
         at_once = max(1, CHUNK_BYTES // (4 * width))
         out = in_chunks(attend, rows, [keys, values], at_once, 0, again=True)[0]
         out = out.swapaxes(0, 1).reshape(size * num, a.num_heads, block, a.head_dim)
-        attended: mx.array = a.o_proj(out.swapaxes(1, 2).reshape(*x.shape[:2], -1))
-        return attended
+        return a.o_proj(out.swapaxes(1, 2).reshape(*x.shape[:2], -1))
 
     def drafts(self, tokens: np.ndarray, rows: mx.array, begin: int) -> np.ndarray:
         head = self.student.head
@@ -369,14 +352,8 @@ class BlockRecipe(GivenRecipe):
             for start in range(0, len(own), at_once):
                 some = anchors[own[start : start + at_once]]
                 asked = mx.array(some[None], mx.int32)
-                states = self.states(head, embeddings[part], features[part], asked, False)
+                states = self.states(head, embeddings[part], features[part], asked)
                 first = mx.array(tokens[text, some])
                 chosen = self.drafter.read(states, first, lambda x, _: mx.argmax(x, axis=-1))
                 found[:, own[start : start + at_once]] = np.array(mx.stack(chosen))
         return found
-
-
-def entropies(logits: mx.array, labels: mx.array) -> mx.array:
-    """Compare logits (..., V) with labels (...): cross-entropies (...)."""
-    said = mx.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
-    return mx.logsumexp(logits, axis=-1) - said

@@ -5,7 +5,7 @@ at i + 1 + k and the state that step k - 1 left in it, and drafts the token at i
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -13,13 +13,14 @@ import mlx.nn as nn
 import numpy as np
 
 from .batches import TokenBatch
-from .chunks import Arrays, chunk_rows, eval_in_chunks, with_weights
-from .compiled import padded, softmax
-from .given import Given, GivenRecipe
-from .losses import TINY, first_slot, mixed_losses, slots_at
-from .settings import LossSettings, TrainSettings
+from .chunks import Arrays, chunk_rows, with_weights
+from .compiled import softmax
+from .given import Given
+from .losses import TINY, first_slot, mixed_losses, picked
+from .recipe import GivenRecipe
+from .settings import TrainSettings
 from .student import Student
-from .teacher import PARTS, HiddenTeacher
+from .teacher import HiddenTeacher, filled_up
 
 
 class ChainTargets(NamedTuple):
@@ -39,31 +40,16 @@ class ChainTargets(NamedTuple):
     values: tuple[mx.array, ...] = ()
 
 
-def chain_targets(batch: TokenBatch, num_steps: int, extra: int = 0) -> ChainTargets:
+def chain_targets(batch: TokenBatch, num_steps: int) -> ChainTargets:
     """Return the places of a batch that are drafted: tokens of answers from the third on."""
     size, length = batch.tokens.shape
     is_answer = np.zeros((size, length), bool)
     is_answer[:, : length - 2] = batch.counts[:, 1 : length - 1]
     (rows,) = is_answer.ravel().nonzero()
     labels = batch.tokens.ravel()[rows + 2]
-    counts = np.array([(rows % length >= step).sum() for step in range(num_steps)])
-    fill = padded(max(1, len(rows)), -(-size * length // PARTS)) - len(rows)
-    return ChainTargets(
-        mx.array(np.pad(rows, (0, fill)), mx.int32),
-        mx.array(np.repeat([1.0, 0.0], [len(rows), fill]), mx.float32),
-        mx.array(np.pad(labels, (0, fill)), mx.int32),
-        mx.array(counts, mx.float32),
-    )
-
-
-def known_tokens(embeddings: mx.array, step: int, first: int) -> mx.array:
-    """Return the embeddings of the tokens that slots from ``first`` on take in a step.
-
-    Behind the text they are zeros.
-    """
-    known = embeddings[:, first + step + 1 :]
-    missing = embeddings.shape[1] - first - known.shape[1]
-    return mx.pad(known, [(0, 0), (0, missing), (0, 0)])
+    slots, weights, counts = filled_up(rows, (size, length), num_steps)
+    labels = np.pad(labels, (0, len(slots) - len(rows)))
+    return ChainTargets(slots, weights, mx.array(labels, mx.int32), counts)
 
 
 class ChainRecipe(GivenRecipe):
@@ -79,18 +65,12 @@ class ChainRecipe(GivenRecipe):
     ):
         super().__init__(settings, student, model, given)
         self.teacher = teacher
-        self.depth = settings.losses().num_steps
-        self.weights = settings.losses().weights
+        self.terms = settings.losses().terms
+        self.width = int(student.embed(mx.array([0])).shape[-1])
 
     @abstractmethod
     def steps(
-        self,
-        head: Any,
-        embeddings: mx.array,
-        features: mx.array,
-        targets: ChainTargets,
-        settings: LossSettings,
-        first: int,
+        self, head: Any, embeddings: mx.array, features: mx.array, targets: Any, first: int
     ) -> Iterator[mx.array]:
         """Yield the hidden states (B, T - first, h) of each step, for ``logits``."""
 
@@ -101,14 +81,6 @@ class ChainRecipe(GivenRecipe):
     @abstractmethod
     def output_parts(self) -> tuple[str, ...]:
         """Name the parts of the head that turn states into logits."""
-
-    def final(self, features: mx.array) -> mx.array:
-        """Return the states that enter the target's output matrix, of features."""
-        return features[..., -self.width :]
-
-    @property
-    def width(self) -> int:
-        return int(self.student.embed(mx.array([0])).shape[-1])
 
     def choose(self, head: Any, hidden: mx.array) -> mx.array:
         """Return the drafts (K,) after hidden states (K, h), as decoding chooses them."""
@@ -124,45 +96,23 @@ class ChainRecipe(GivenRecipe):
         return self.context(batch.tokens, chain_targets(batch, self.depth))
 
     def losses(
-        self,
-        head: nn.Module,
-        embeddings: mx.array,
-        features: mx.array,
-        targets: tuple[Any, ...],
-        settings: LossSettings,
+        self, head: Any, embeddings: mx.array, features: mx.array, targets: ChainTargets
     ) -> mx.array:
-        given = ChainTargets(*targets)
-        length = embeddings.shape[1]
-        begin: Any = given
-        first = first_slot(begin, length, self.depth)
-        picked: Arrays = []
-        weights: Arrays = []
-        for step, hidden in enumerate(
-            self.steps(head, embeddings, features, given, settings, first)
-        ):
-            slots, counts = slots_at(given.rows, given.weights, length, step, first)
-            picked.append(hidden.reshape(-1, hidden.shape[-1])[slots])
-            weights.append(counts)
-        final = self.final(features)
-        taught = final.reshape(-1, final.shape[-1])[given.rows + 1]
-        found = self._compared(head, picked, mx.stop_gradient(taught), given.labels, settings)
+        rows = (targets.rows, targets.weights, embeddings.shape[1])
+        first = first_slot(*rows, self.depth)
+        steps = self.steps(head, embeddings, features, targets, first)
+        hidden, weights = picked(steps, *rows, first)
+        taught = features.reshape(-1, features.shape[-1])[targets.rows + 1, -self.width :]
+        found = self._compared(head, hidden, mx.stop_gradient(taught), targets.labels)
         sums = [(x * own).sum() for x, own in zip(found, weights, strict=True)]
-        return mx.stack(sums) / mx.maximum(given.counts, TINY)
+        return mx.stack(sums) / mx.maximum(targets.counts, TINY)
 
-    def _compared(
-        self,
-        head: nn.Module,
-        picked: Arrays,
-        taught: mx.array,
-        labels: mx.array,
-        settings: LossSettings,
-    ) -> Arrays:
+    def _compared(self, head: Any, picked: Arrays, taught: mx.array, labels: mx.array) -> Arrays:
         """Compare each step's hidden states (K, h) with the target's (K, h) or the labels (K,)."""
         num_steps = len(picked)
         vocab_size = len(self.student.ids)
-        terms = settings.terms
         by_text = self.settings.labels == "text"
-        is_by_text = by_text and terms.keys() == {"ce"}
+        is_by_text = by_text and self.terms.keys() == {"ce"}
 
         def compare(begin: int, rows: Arrays) -> Arrays:
             *hidden, final = rows
@@ -175,7 +125,7 @@ class ChainRecipe(GivenRecipe):
                 said = self.teacher.output(final).astype(mx.float32)
                 ids = ids if by_text else mx.argmax(said, axis=-1)
                 probs = mx.broadcast_to(softmax(said), shape)
-            return list(mixed_losses(terms, logits, probs, mx.broadcast_to(ids, shape[:-1])))
+            return list(mixed_losses(self.terms, logits, probs, mx.broadcast_to(ids, shape[:-1])))
 
         size = chunk_rows(vocab_size * num_steps)
         parts = self.output_parts()
@@ -183,14 +133,7 @@ class ChainRecipe(GivenRecipe):
 
     def drafts(self, tokens: np.ndarray, rows: mx.array, begin: int) -> np.ndarray:
         head = self.student.head
-        none = ChainTargets(rows, rows, rows, rows)
-        features, targets = self.context(tokens, none)
+        features, targets = self.context(tokens, ChainTargets(rows, rows, rows, rows))
         embeddings = self.student.embed(mx.array(tokens))
-        settings = self.settings.losses()
-        choose: Callable[[mx.array], mx.array] = lambda x: self.choose(head, x)  # noqa: E731
-        drafts = []
-        for hidden in self.steps(head, embeddings, features, targets, settings, begin):
-            picked = hidden.reshape(-1, hidden.shape[-1])[rows]
-            drafts.append(eval_in_chunks(choose, picked, len(self.student.ids)))
-            mx.eval(drafts[-1], hidden)
-        return np.array(mx.stack(drafts))
+        steps = self.steps(head, embeddings, features, targets, begin)
+        return self.chosen(steps, rows, lambda x: self.choose(head, x))

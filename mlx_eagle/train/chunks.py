@@ -121,17 +121,21 @@ def with_weights(
     return found
 
 
-def computed_again(
+def run_step(
     module: nn.Module,
     outside: Container[str],
     function: Callable[..., Arrays],
     inputs: Arrays,
     past: list[Arrays],
+    again: bool | None,
 ) -> Arrays:
-    """Call ``function(*inputs, past)``, but keep only what it takes and gives for the gradient.
+    """Call ``function(*inputs, past)``; if ``again``, only what it takes and gives is kept.
 
-    It uses weights of ``module``, all but those of its children ``outside``.
+    It is then computed again for the gradient. It uses weights of ``module``, all but those of
+    its children ``outside``.
     """
+    if not again:
+        return function(*inputs, past)
     num = len(past[0]) if past else 1
 
     def inner(_: int, rows: Arrays) -> Arrays:

@@ -4,13 +4,9 @@ import csv
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ..system.atomic_folder import new_file
 from .log import CSV
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 PICTURE = "training.png"
 NEEDED = "pip install 'mlx-eagle[plots]'"
@@ -20,9 +16,6 @@ CHARTS = {
     "mean_acceptance_length": "Mean acceptance length (tau) of drafts of k tokens",
 }
 """Titles of the charts, by the columns of the table that they show."""
-
-Lines = Mapping[str, tuple[Sequence[float], Sequence[float]]]
-"""Lines of a chart by their names: numbers of batches, and the figure at each."""
 
 
 def can_draw() -> bool:
@@ -40,7 +33,8 @@ def draw_curves(output: str | Path) -> Path:
         raise ValueError(f"{table.parent} has no {CSV}: name the --output of a training run.")
     if not can_draw():
         raise ValueError(f"curves of {table} need matplotlib: {NEEDED}.")
-    from matplotlib.figure import Figure  # here: it takes a second, and may be missing
+    from matplotlib import colormaps  # here: it takes a second, and may be missing
+    from matplotlib.figure import Figure
 
     with table.open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -52,13 +46,22 @@ def draw_curves(output: str | Path) -> Path:
     figure.suptitle(f"Training of {table.parent.resolve().name}")
     all_axes = figure.subplots(len(charts))
     for axes, (column, lines) in zip(all_axes, charts.items(), strict=True):
-        _draw(axes, CHARTS[column], lines)
+        shades = colormaps["viridis"].resampled(len(lines) + 1)  # from dark to light by depth
+        for number, (name, line) in enumerate(lines.items()):
+            axes.plot(*line, ".-", color=shades(number), label=name)
+        axes.set_title(CHARTS[column] if lines else f"{CHARTS[column]}: no figures")
+        axes.set_xlabel("batches")
+        axes.grid(alpha=0.3)
+        if lines:
+            axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     with new_file(table.with_name(PICTURE)) as draft:
         figure.savefig(draft, dpi=144)
     return table.with_name(PICTURE)
 
 
-def lines_of(rows: Sequence[Mapping[str, str]], what: str) -> Lines:
+def lines_of(
+    rows: Sequence[Mapping[str, str]], what: str
+) -> dict[str, tuple[list[int], list[float]]]:
     """Take columns ``what`` and ``what_1``, ``what_2`` ... of a table, without empty ones.
 
     [{"iteration": "5", "loss": "2", "loss_1": "1.5", "match_1": ""}], "loss" ->
@@ -75,17 +78,3 @@ def lines_of(rows: Sequence[Mapping[str, str]], what: str) -> Lines:
             name = "all" if column == what else f"k = {depth}"
             lines[name] = (list(batches), list(figures))
     return lines
-
-
-def _draw(axes: "Axes", title: str, lines: Lines) -> None:
-    """Draw one chart; lines go from dark to light with their depth."""
-    from matplotlib import colormaps
-
-    shades = colormaps["viridis"].resampled(len(lines) + 1)
-    for number, (name, (batches, figures)) in enumerate(lines.items()):
-        axes.plot(batches, figures, ".-", color=shades(number), label=name)
-    axes.set_title(title if lines else f"{title}: no figures")
-    axes.set_xlabel("batches")
-    axes.grid(alpha=0.3)
-    if lines:
-        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))

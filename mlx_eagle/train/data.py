@@ -150,11 +150,11 @@ def _load(data: str) -> tuple[list[DataRow], list[DataRow]]:
 
 def _hub_rows(data: str, name: str, part: Any) -> list[DataRow]:
     """Return the rows of one part of a hub data set, without the fields that are empty."""
-    rows = []
-    for i in range(len(part)):
-        fields = {key: value for key, value in part[i].items() if value is not None}
-        rows.append(DataRow(f"{data}, row {i + 1} of {name}", fields))
-    return rows
+    rows = enumerate((part[i] for i in range(len(part))), start=1)
+    return [
+        DataRow(f"{data}, row {i} of {name}", {k: v for k, v in row.items() if v is not None})
+        for i, row in rows
+    ]
 
 
 def read_rows(file: Path) -> list[DataRow]:

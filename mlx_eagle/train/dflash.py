@@ -7,8 +7,9 @@ import mlx.core as mx
 
 from ..drafters.block_config import BlockConfig
 from ..drafters.dflash import DFlashHead
-from .block import BlockRecipe, entropies, flat_values, fresh_fields, write_fresh
+from .block import BlockRecipe, flat_values, fresh_fields, write_fresh
 from .chunks import Arrays
+from .losses import label_entropies
 from .settings import TrainSettings
 
 
@@ -18,7 +19,7 @@ class DFlashRecipe(BlockRecipe):
     def compare(
         self, hidden: mx.array, before: mx.array, labels: mx.array, final: mx.array
     ) -> Arrays:
-        return [entropies(self.drafter.logits(hidden).astype(mx.float32), labels)]
+        return [label_entropies(self.drafter.logits(hidden).astype(mx.float32), labels)]
 
 
 def write_new(folder: Path, settings: TrainSettings, *target: Any) -> None:

@@ -12,9 +12,10 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..drafters.dflash2 import DFlash2Config, DFlash2Head
-from .block import BlockRecipe, entropies, flat_values, fresh_fields, write_fresh
+from .block import BlockRecipe, flat_values, fresh_fields, write_fresh
 from .chunks import Arrays
 from .given import Given
+from .losses import label_entropies
 from .settings import TrainSettings
 from .student import Student
 
@@ -44,7 +45,7 @@ class DFlash2Recipe(BlockRecipe):
         rows = (x.reshape(-1, *x.shape[2:]) for x in (before, logits, states, candidates))
         scores = self.drafter.scores(*rows).astype(mx.float32).reshape(candidates.shape)
         place = mx.argmax(candidates == labels[..., None], axis=-1)
-        return [entropies(logits, labels), entropies(scores, place)]
+        return [label_entropies(logits, labels), label_entropies(scores, place)]
 
 
 def write_new(folder: Path, settings: TrainSettings, *target: Any) -> None:

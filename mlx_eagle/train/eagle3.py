@@ -8,24 +8,25 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..drafters.quantize import Quantization
+from ..drafters.head_weights import split_weights
 from ..drafters.target_parts import find_embedding
 from .batches import TokenBatch
-from .chunks import eval_in_chunks
 from .data import Examples
 from .draft_vocabulary import narrowed, resized_vocabulary, widened
 from .given import Given
-from .losses import TargetBatch, step_losses_of
+from .losses import TargetBatch, step_losses
 from .memory import amount
-from .recipe import HeadFiles, Recipe
+from .recipe import Recipe
 from .settings import CACHE_BITS, TrainSettings
-from .student import Student, converted_folder, fresh_student, head_files, student_from
+from .student import HeadFiles, Student, fresh_student, packed, student_from
 from .teacher import Teacher, cache_name
 from .unroll import unroll
 
 DEFAULT_VOCABULARY = 32000  # tokens, as in published heads
+NEVER_QUANTIZED = ("embed_tokens.weight",)  # of a head's own matrices
 
 
 class Eagle3Recipe(Recipe):
@@ -39,50 +40,40 @@ class Eagle3Recipe(Recipe):
         given: Given | None,
         examples: Examples,
     ):
-        super().__init__(settings, student)
-        self.model = model
-        self.given = given
+        super().__init__(settings, student, model, given)
         self.teacher = make_teacher(settings, model, student, examples)
-        self.depth = settings.losses().num_steps
-        self.weights = settings.losses().weights
 
     def teach(
         self, batch: TokenBatch, epoch: int, num_ranks: int = 1
     ) -> tuple[mx.array, TargetBatch]:
         return self.teacher.teach(batch, self.depth, num_ranks)
 
-    losses = staticmethod(step_losses_of)
+    def losses(
+        self, head: Any, embeddings: mx.array, features: mx.array, targets: Any
+    ) -> mx.array:
+        return step_losses(head, embeddings, features, targets, self.settings.losses())
 
     def hidden(self, tokens: mx.array, features: mx.array, first: int) -> Iterator[mx.array]:
-        """Yield the states (B, T - first, h) of each draft in a row, as decoding has them."""
+        """Yield the hidden states (B, T - first, h) of each draft in a row."""
         embeddings = self.student.embed(tokens)
         return unroll(self.student.head, embeddings, features, self.depth, first=first)
 
     def drafts(self, tokens: np.ndarray, rows: mx.array, begin: int) -> np.ndarray:
+        steps = self.hidden(mx.array(tokens), self.teacher.features(tokens), begin)
+        return self.chosen(steps, rows, lambda x: mx.argmax(self.student.head.logits(x), axis=-1))
+
+    def files(self, notes: Mapping[str, Any], is_final: bool = False) -> HeadFiles:
         student = self.student
-        head = student.head
-        features = self.teacher.features(tokens)
-        drafts = []
-        for hidden in self.hidden(mx.array(tokens), features, begin):
-            picked = hidden.reshape(-1, hidden.shape[-1])[rows]
-            chosen = eval_in_chunks(
-                lambda x: mx.argmax(head.logits(x), axis=-1), picked, len(student.ids)
-            )
-            drafts.append(student.ids[chosen])
-            mx.eval(drafts[-1], hidden)
-        return np.array(mx.stack(drafts))
-
-    def files(
-        self,
-        notes: Mapping[str, Any],
-        dtype: mx.Dtype | None = None,
-        quantization: Quantization | None = None,
-    ) -> HeadFiles:
-        return head_files(self.student, notes, dtype, quantization)
-
-    def given_folder(self, scratch: Path) -> Path | None:
-        init = self.settings.init
-        return None if init is None else converted_folder(init, scratch, self.settings.model)
+        config = student.head.config
+        arrays = split_weights(dict(tree_flatten(student.head.parameters())), config)
+        values = config.to_dict() | dict(notes)
+        if is_final:
+            arrays = {name: array.astype(student.dtype) for name, array in arrays.items()}
+            entry, arrays = packed(arrays, self.settings, NEVER_QUANTIZED)
+            values |= entry
+        if config.has_d2t:
+            arrays["d2t"] = student.ids - mx.arange(len(student.ids), dtype=mx.int32)
+        return values, arrays
 
 
 def make_student(

@@ -42,14 +42,16 @@ class TrainedKind:
     ``with_init`` are those of fresh drafters that it takes for given ones as well.
     A kind ``of`` another in ``KINDS`` trains those of its drafters that it ``claims``, and makes
     one of the others where it is asked for; it has a ``title`` of its own.
-    ``is_trained`` picks parameters by name. ``defaults`` are of settings that are None, ``flags``
-    the settings that only some kinds have and this one does, ``losses`` those it can be given.
-    ``write_fresh`` writes a new drafter into a folder, as it would be published; ``fresh_rate``
-    is the learning rate for it.
+    Parameters with a ``frozen`` part in their names are not trained, nor those that are not among
+    the ``names`` of published ones, where a kind knows these. ``defaults`` are of settings that
+    are None, ``flags`` the settings that only some kinds have and this one does, ``losses`` those
+    it can be given. ``write_fresh`` writes a new drafter into a folder, as it would be published;
+    ``fresh_rate`` is the learning rate for it.
     """
 
     recipe: Callable[..., Recipe]
-    is_trained: Callable[[nn.Module, nn.Module, Given, str], bool] | None = None
+    frozen: tuple[str, ...] = ()
+    names: Callable[..., dict[str, str]] | None = None
     defaults: dict[str, Any] = field(default_factory=dict)
     flags: tuple[str, ...] = ()
     losses: tuple[str, ...] = ()
@@ -75,31 +77,27 @@ GO_WITH = {
 """Settings that say something only where another one has this value."""
 CHAINS = ("ttt_steps", "step_decay", "labels", *LORA)
 USUAL = {"learning_rate": 1e-4, "warmup": 0.015, "max_grad_norm": 0.5}  # as EAGLE-3's trainers
+MTP = {
+    "learning_rate": 5e-5, "warmup": 0.05, "max_grad_norm": 0.5, "ttt_steps": 3,
+    "step_decay": 0.6, "loss": "kl", "labels": "text", "mtp_attention": "decoded",
+}  # fmt: skip
+BLOCKS = {
+    "learning_rate": 5e-5, "warmup": 0.04, "max_grad_norm": 1.0, "loss": "ce", "labels": "argmax",
+    "anchors": 128, "position_weights": "dpace", "loss_divisor": "rows",
+}  # fmt: skip
+DSPARK = BLOCKS | {
+    "loss": "ce=.1,l1=.9", "labels": "text", "position_weights": "decay", "gamma": 4.0,
+    "loss_divisor": "weights",
+}  # fmt: skip
 DFLASH = TrainedKind(
     dflash.DFlashRecipe,
-    block.is_trained,
-    defaults={
-        "learning_rate": 5e-5,
-        "warmup": 0.04,
-        "max_grad_norm": 1.0,
-        "loss": "ce",
-        "labels": "argmax",
-        "anchors": 128,
-        "position_weights": "dpace",
-        "loss_divisor": "rows",
-    },
+    block.FROZEN,
+    defaults=BLOCKS,
     flags=("labels", "anchors", "position_weights", "gamma", "loss_divisor", *SHAPE, *LORA),
     losses=("ce",),
     write_fresh=dflash.write_new,
     fresh_rate=6e-4,
 )
-DSPARK = {
-    "loss": "ce=.1,l1=.9",
-    "labels": "text",
-    "position_weights": "decay",
-    "gamma": 4.0,
-    "loss_divisor": "weights",
-}
 TRAINED: dict[str, TrainedKind] = {
     "eagle3": TrainedKind(
         eagle3.Eagle3Recipe,
@@ -123,24 +121,16 @@ TRAINED: dict[str, TrainedKind] = {
     ),
     "mtp": TrainedKind(
         mtp.MTPRecipe,
-        mtp.is_trained,
-        defaults={
-            "learning_rate": 5e-5,
-            "warmup": 0.05,
-            "max_grad_norm": 0.5,
-            "ttt_steps": 3,
-            "step_decay": 0.6,
-            "loss": "kl",
-            "labels": "text",
-            "mtp_attention": "decoded",
-        },
+        mtp.FROZEN,
+        mtp.published_names,
+        defaults=MTP,
         flags=(*CHAINS, "mtp_attention", "train_experts"),
         losses=MIXED,
         more={"train_experts": mtp.EXPERTS},
     ),
     "assistant": TrainedKind(
         assistant.AssistantRecipe,
-        assistant.is_trained,
+        assistant.FROZEN,
         defaults=USUAL | {"ttt_steps": 4, "step_decay": 0.8, "loss": "kl", "labels": "argmax"},
         flags=(*CHAINS, "train_embeddings"),
         losses=MIXED,
@@ -150,7 +140,7 @@ TRAINED: dict[str, TrainedKind] = {
     "dspark": replace(
         DFLASH,
         recipe=dspark.DSparkRecipe,
-        defaults=DFLASH.defaults | DSPARK,
+        defaults=DSPARK,
         losses=MIXED,
         write_fresh=dspark.write_new,
     ),
@@ -195,19 +185,17 @@ def check_kind(name: str, source: str | None) -> None:
 def filled(settings: TrainSettings, kind: str) -> TrainSettings:
     """Give settings the defaults of a kind; ValueError for flags that it does not have."""
     row = TRAINED[kind]
-    plain = {each.name: each.default for each in fields(TrainSettings)}
-    for name in BY_KIND:
-        if name not in row.flags and getattr(settings, name) != plain[name]:
+    given = [x.name for x in fields(settings) if getattr(settings, x.name) != x.default]
+    for name in given:
+        if name in BY_KIND and name not in row.flags:
             raise ValueError(f"{flag_of(name)} is not for {title_of(kind)}: leave it out.")
-    if settings.init is not None:
-        for name in (*SHAPE, "aux_layers"):
-            if getattr(settings, name) != plain[name] and name not in row.with_init:
-                raise ValueError(
-                    f"{flag_of(name)} is of fresh drafters, and --init keeps the shape of the one "
-                    "it names: leave it out."
-                )
-    for name in row.more:
-        if getattr(settings, name) and settings.fine_tune_type == "lora":
+        is_shape = name in (*SHAPE, "aux_layers") and name not in row.with_init
+        if is_shape and settings.init is not None:
+            raise ValueError(
+                f"{flag_of(name)} is of fresh drafters, and --init keeps the shape of the one it "
+                "names: leave it out."
+            )
+        if name in row.more and settings.fine_tune_type == "lora":
             raise ValueError(
                 f"{flag_of(name)} trains whole matrices, and --fine-tune-type lora small ones "
                 "beside them: leave out one of the two."
@@ -235,7 +223,7 @@ def filled(settings: TrainSettings, kind: str) -> TrainSettings:
     missing = {k: v for k, v in defaults.items() if getattr(settings, k) is None}
     found = replace(settings, kind=kind, **missing)
     for name, (other, value) in GO_WITH.items():
-        if getattr(settings, name) != plain[name] and getattr(found, other) != value:
+        if name in given and getattr(found, other) != value:
             raise ValueError(f"{flag_of(name)} is about {flag_of(other)} {value}: give both.")
     return found
 
@@ -243,14 +231,15 @@ def filled(settings: TrainSettings, kind: str) -> TrainSettings:
 def student_of(settings: TrainSettings, given: Given, model: nn.Module) -> Student:
     """Take the drafter that a run begins with, with the parameters that it trains in float32."""
     row = TRAINED[given.kind]
-    assert row.is_trained is not None
     drafter = given.load(model, mx.float32)
     head = drafter.head
     is_lora = settings.fine_tune_type == "lora"
     if not is_lora:
         dequantize_model(head)
     names = {name for name, _ in tree_flatten(head.parameters())}
-    wanted = {name for name in names if row.is_trained(head, model, given, name)}
+    wanted = {name for name in names if not any(part in name for part in row.frozen)}
+    if row.names is not None and given.published is not None:
+        wanted &= row.names(given.published, head, model).keys()
     for flag, part in row.more.items():
         wanted |= {name for name in names if part in name and getattr(settings, flag)}
     train_only(head, wanted.__contains__)
@@ -276,21 +265,11 @@ def student_of(settings: TrainSettings, given: Given, model: nn.Module) -> Stude
 
 def needs_for(settings: TrainSettings, student: Student) -> NeedsOf:
     """Return the estimate of what training this student takes."""
-    row: Any = TRAINED[str(settings.kind)]
-    needs: NeedsOf = row.needs
+    row = TRAINED[settings.kind]
     if settings.anchors is None:
-        return needs
+        return row.needs
     sizes = {"block_size": student.head.config.block_size, "spread": row.recipe.spread}
     return partial(needs_of_drafter, blocks=settings.anchors, **sizes)
-
-
-def fresh(settings: TrainSettings, write: Callable[..., None], *about: Any) -> Given:
-    """Make a new drafter in a folder of its own; ``about`` its target is what ``write`` takes."""
-    scratch = tempfile.TemporaryDirectory(prefix="mlx-eagle-")
-    folder = Path(scratch.name) / "fresh"
-    write(folder, settings, *about)
-    found = open_given(str(folder), settings.model)
-    return replace(found, scratch=scratch)
 
 
 def warn_of_few(settings: TrainSettings, examples: Examples) -> None:
@@ -315,19 +294,17 @@ def begin(
     examples: Examples,
 ) -> tuple[Student, Callable[[TrainSettings], Recipe]]:
     """Make the student, and a function that makes its recipe once the settings are final."""
-    assert settings.kind is not None
     row = TRAINED[settings.kind]
     make = row.recipe
     if row.make_student is not None:
         student = row.make_student(settings, model, config, tokenizer, examples)
         return student, lambda final: make(final, student, model, given, examples)
     if given is None:
-        assert row.write_fresh is not None
-        made = converted(
-            fresh(settings, row.write_fresh, model, config, tokenizer), settings.model
-        )
+        scratch = tempfile.TemporaryDirectory(prefix="mlx-eagle-")
+        folder = Path(scratch.name) / "fresh"
+        row.write_fresh(folder, settings, model, config, tokenizer)
+        given = replace(open_given(str(folder), settings.model), scratch=scratch)
         warn_of_few(settings, examples)
-    else:
-        made = converted(given, settings.model)
+    made = converted(given, settings.model)
     student = student_of(settings, made, model)
     return student, lambda final: make(final, student, model, made)

@@ -1,6 +1,7 @@
 """Log of a run: lines for people, a progress bar, and the table ``training.csv``."""
 
 import csv
+from collections.abc import Sequence
 from pathlib import Path
 
 import mlx.core as mx
@@ -103,25 +104,22 @@ class TrainingLog:
             **{f"mean_acceptance_length_{i}": x for i, x in enumerate(found.lengths, start=1)},
         )
         match = " ".join(f"{share:.3f}" for share in found.match)
-        lengths = " ".join(f"{length:.3f}" for length in found.lengths)
         self.say(
             f"Iter {iteration}: Val on {found.num_sequences} sequences: match by depth {match}; "
-            f"mean acceptance length for k = 1 ... {len(found.lengths)}: {lengths}"
+            f"{_shown(found.lengths)}"
         )
 
     def generated(self, found: Generated) -> None:
         """Say how much the finished head has accepted when it decodes; no row is written."""
-        lengths = " ".join(f"{length:.3f}" for length in found.lengths)
         self.say(
-            f"Generated {found.num_answers} answers of up to {found.max_tokens} tokens: mean "
-            f"acceptance length for k = 1 ... {len(found.lengths)}: {lengths}"
+            f"Generated {found.num_answers} answers of up to {found.max_tokens} tokens: "
+            f"{_shown(found.lengths)}"
         )
 
     def compared(self, before: Generated, after: Generated) -> None:
         """Say what the given and the trained drafter reach, and what to do if it is no more."""
-        pairs = zip(before.lengths, after.lengths, strict=True)
-        changes = [f"{old:.2f} -> {new:.2f}" for old, new in pairs]
-        shown = ", ".join(f"k = {k}: {change}" for k, change in enumerate(changes, start=1))
+        pairs = enumerate(zip(before.lengths, after.lengths, strict=True), start=1)
+        shown = ", ".join(f"k = {k}: {old:.2f} -> {new:.2f}" for k, (old, new) in pairs)
         way_on = ""
         if after.lengths[-1] <= before.lengths[-1]:
             way_on = " It did not rise: try a smaller --learning-rate, or more texts."
@@ -136,6 +134,11 @@ class TrainingLog:
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
+
+
+def _shown(lengths: Sequence[float]) -> str:
+    figures = " ".join(f"{length:.3f}" for length in lengths)
+    return f"mean acceptance length for k = 1 ... {len(lengths)}: {figures}"
 
 
 def duration(seconds: float) -> str:

@@ -4,7 +4,7 @@ They are those of EAGLE-3's trainers and are normalised as there: SpecForge's Ea
 ``LogSoftmaxLoss`` and its LK losses are the reference.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -41,14 +41,14 @@ class TargetBatch(NamedTuple):
     counts: mx.array
 
 
-def first_slot(targets: TargetBatch, length: int, num_steps: int) -> int:
+def first_slot(rows: mx.array, weights: mx.array, length: int, num_steps: int) -> int:
     """Find the first slot of any text that counts in any step; texts have ``length`` slots.
 
     It is 0 where steps are compiled, because there it has to be known before the rows are.
     """
     if is_compiled():
         return 0
-    places = mx.where(targets.weights > 0, targets.rows % length, length)
+    places = mx.where(weights > 0, rows % length, length)
     place = int(places.min().item())
     return max(0, place - num_steps + 1) if place < length else 0
 
@@ -66,6 +66,23 @@ def slots_at(
     return mx.where(counts, rows - step - left_out, 0), weights * counts
 
 
+def picked(
+    steps: Iterable[mx.array], rows: mx.array, weights: mx.array, length: int, first: int
+) -> tuple[Arrays, Arrays]:
+    """Return each step's hidden states (K, h) in the slots that count, and their weights (K,).
+
+    ``steps`` yield hidden states (B, length - first, h); ``rows`` and ``weights`` are as in
+    ``TargetBatch``.
+    """
+    found: Arrays = []
+    counts: Arrays = []
+    for step, hidden in enumerate(steps):
+        slots, own = slots_at(rows, weights, length, step, first)
+        found.append(hidden.reshape(-1, hidden.shape[-1])[slots])
+        counts.append(own)
+    return found, counts
+
+
 def step_losses(
     head: Eagle3Head,
     embeddings: mx.array,
@@ -74,15 +91,10 @@ def step_losses(
     settings: LossSettings,
 ) -> mx.array:
     """Compute the loss of every step, (num_steps,) float32, before weighting; see ``unroll``."""
-    length = embeddings.shape[1]
-    first = first_slot(targets, length, settings.num_steps)
-    hidden: Arrays = []
-    weights: Arrays = []
+    rows = (targets.rows, targets.weights, embeddings.shape[1])
+    first = first_slot(*rows, settings.num_steps)
     steps = unroll(head, embeddings, features, settings.num_steps, settings.checkpoint, first)
-    for step, given in enumerate(steps):
-        slots, counts = slots_at(targets.rows, targets.weights, length, step, first)
-        hidden.append(given.reshape(-1, given.shape[-1])[slots])
-        weights.append(counts)
+    hidden, weights = picked(steps, *rows, first)
     entropies, rates = _compared(head, hidden, targets, settings)
     losses = []
     for step, counts in enumerate(weights):
@@ -91,17 +103,6 @@ def step_losses(
             loss = _acceptance_loss(loss, rates[step], counts, targets.counts[step], settings)
         losses.append(loss)
     return mx.stack(losses)
-
-
-def step_losses_of(
-    head: Eagle3Head,
-    embeddings: mx.array,
-    features: mx.array,
-    targets: tuple[mx.array, ...],
-    settings: LossSettings,
-) -> mx.array:
-    """Compute ``step_losses`` of targets whose fields are those of a ``TargetBatch``."""
-    return step_losses(head, embeddings, features, TargetBatch(*targets), settings)
 
 
 @mx.custom_function
@@ -131,6 +132,12 @@ def _entropy_gradients(
 cross_entropies.vjp(_entropy_gradients)
 
 
+def label_entropies(logits: mx.array, labels: mx.array) -> mx.array:
+    """Compare logits (..., V) with labels (...): cross-entropies (...)."""
+    said = mx.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
+    return mx.logsumexp(logits, axis=-1) - said
+
+
 def mixed_losses(
     terms: Mapping[str, float],
     logits: mx.array,
@@ -144,8 +151,7 @@ def mixed_losses(
     """
     total = mx.zeros(logits.shape[:-1])
     if labels is not None and "ce" in terms:
-        said = mx.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
-        total = total + terms["ce"] * (mx.logsumexp(logits, axis=-1) - said)
+        total = total + terms["ce"] * label_entropies(logits, labels)
     if probs is not None and "kl" in terms:
         entropies, _ = cross_entropies(logits, probs)
         least = -(probs * mx.log(mx.maximum(probs, TINIEST))).sum(axis=-1)

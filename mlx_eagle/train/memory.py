@@ -77,26 +77,33 @@ def needs_of(
     """
     config = student.head.config
     item = student.dtype.size
-    trained = dict(tree_flatten(student.head.trainable_parameters())).values()
-    num = student.num_parameters
     slots = sizes.num_texts * sizes.length
     probabilities = FULL * sizes.num_counted * config.draft_vocab_size
     batch = slots * item * (config.num_aux * config.target_hidden_size + config.hidden_size)
+    # The target's logits, and the distributions made of them, before these are joined.
+    taught = 2 * item * min(sizes.num_counted, max(ROWS_AT_ONCE, sizes.length)) * config.vocab_size
+    activations = _activations(config, item, sizes, losses)
+    return {"target": target_bytes} | _parts(
+        student, is_summed, batch + probabilities, activations, taught + probabilities
+    )
+
+
+def _parts(
+    student: Student, is_summed: bool, batch: float, activations: float, taught: float = 0.0
+) -> dict[str, float]:
+    """Add what all kinds take; before its gradients are there, a batch takes ``taught`` bytes."""
+    item = student.dtype.size
+    num = student.num_parameters
+    largest = max(w.size for _, w in tree_flatten(student.head.trainable_parameters()))
     gradients = (FULL if is_summed else item) * num
     # Weights in the type that the head computes in, and a batch's own gradients beside the sum.
-    copies = (item * num if item < FULL else 0) + (item * num if is_summed else 0)
-    update = 4 * FULL * max(w.size for w in trained)
-    # The target's logits, and the distributions made of them, before these are joined.
-    taught = 2 * item * min(sizes.num_counted, max(ROWS_AT_ONCE, sizes.length))
-    taught = taught * config.vocab_size + probabilities
-    learnt = copies + _activations(config, item, sizes, losses)
+    copies = item * num * ((item < FULL) + is_summed)
     return {
-        "target": target_bytes,
         "weights": float(weight_bytes(student.head)),
         "their moments": 2 * FULL * num,
         "gradients": gradients,
-        "batch": batch + probabilities,
-        "activations": max(learnt, update, taught - gradients),
+        "batch": batch,
+        "activations": max(copies + activations, 4 * FULL * largest, taught - gradients),
     }
 
 
@@ -142,8 +149,6 @@ def needs_of_drafter(
     """
     item = student.dtype.size
     head = student.head
-    trained = dict(tree_flatten(head.trainable_parameters())).values()
-    num = student.num_parameters
     slots = sizes.num_texts * sizes.length
     rows = sizes.num_texts * blocks * block_size or slots * losses.num_steps
     columns = sizes.length + block_size if blocks else sizes.length * losses.num_steps
@@ -166,17 +171,9 @@ def needs_of_drafter(
     mixed = MIXED * sum(kernels) / (len(head.layers) if losses.checkpoint else 1)
     kept = rows * item * (mixed + (3 * width if losses.checkpoint else layer))
     again = rows * item * layer / (len(head.layers) if blocks else losses.num_steps)
-    copies = (item * num if item < FULL else 0) + (item * num if is_summed else 0)
     peak = max(again if losses.checkpoint else 0, scores, COMPARED * chunk)
-    taps = width * (len(student.taps) + 2)
-    return {
-        "target": target_bytes,
-        "weights": float(weight_bytes(head)),
-        "their moments": 2 * FULL * num,
-        "gradients": (FULL if is_summed else item) * num,
-        "batch": slots * item * taps,
-        "activations": copies + max(kept + peak, 4 * FULL * max(w.size for w in trained)),
-    }
+    batch = slots * item * width * (len(student.taps) + 2)
+    return {"target": target_bytes} | _parts(student, is_summed, batch, kept + peak)
 
 
 def fitting(

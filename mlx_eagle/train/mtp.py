@@ -17,15 +17,17 @@ from ..drafters.folder import shapes_of
 from ..drafters.mtp import FLOAT32, ROUTER
 from ..drafters.mtp_layers import JOIN, family_of
 from ..drafters.target_parts import find_embedding, lm_head_of
-from .chains import ChainRecipe, ChainTargets, known_tokens
-from .chunks import Arrays, computed_again
+from .chains import ChainRecipe
+from .chunks import Arrays, run_step
 from .given import Given
-from .settings import LossSettings, TrainSettings
+from .settings import TrainSettings
 from .student import Student
 from .teacher import HiddenTeacher
+from .unroll import known_tokens
 
 EXPERTS = "switch_mlp."  # of names in mlx-lm's layers, which hold all experts in a matrix
 FROZEN = (EXPERTS, FLOAT32, f"{ROUTER}.weight", "mixer.gate.weight")
+"""Parameters that are not trained: experts and routers."""
 
 
 def renamed(checkpoint: DraftCheckpoint, model: nn.Module) -> dict[str, str]:
@@ -45,13 +47,6 @@ def published_names(
         for name, theirs in named.items()
         if shapes.get(name) == tuple(checkpoint.tensors[theirs].shape)
     }
-
-
-def is_trained(head: nn.Module, model: nn.Module, given: Given, name: str) -> bool:
-    """Return whether a parameter is trained: experts, routers and split matrices are not."""
-    if any(part in name for part in FROZEN):
-        return False
-    return given.published is None or name in published_names(given.published, head, model)
 
 
 class MTPRecipe(ChainRecipe):
@@ -91,9 +86,14 @@ class MTPRecipe(ChainRecipe):
     def published_parts(
         self, names: Mapping[str, str], own: str, change: mx.array
     ) -> dict[str, mx.array]:
-        """Cut experts apart that are stored one by one, and put gates before what is fused."""
+        """Cut experts apart that are stored one by one, and put gates before what is fused.
+
+        Of a joining matrix that takes the state first, the halves are swapped.
+        """
+        if own.startswith(JOIN) and family_of(self.model).state_first:
+            change = mx.concatenate(mx.split(change, 2, axis=-1)[::-1], axis=-1)
         if EXPERTS not in own:
-            return super().published_parts(names, own, change)
+            return {names[own]: change}
         alone = {own.replace(EXPERTS, f"experts.{i}."): part for i, part in enumerate(change)}
         path, _, kind = own.removesuffix(".weight").rpartition(EXPERTS)
         fused = {f"{path}experts.{kind}": change}
@@ -111,13 +111,7 @@ class MTPRecipe(ChainRecipe):
         return self._project(hidden if head.state_normed else head.norm(hidden))
 
     def steps(
-        self,
-        head: Any,
-        embeddings: mx.array,
-        features: mx.array,
-        targets: ChainTargets,
-        settings: LossSettings,
-        first: int,
+        self, head: Any, embeddings: mx.array, features: mx.array, targets: Any, first: int
     ) -> Iterator[mx.array]:
         alone = self.settings.mtp_attention == "step"
         start = 0 if alone else first
@@ -128,10 +122,8 @@ class MTPRecipe(ChainRecipe):
             known = known_tokens(embeddings, step, own)
             forward = partial(advance, head, first=own, step=step)
             before = [] if alone else past
-            if settings.checkpoint:
-                hidden, *made = computed_again(head, (), forward, [known, hidden], before)
-            else:
-                hidden, *made = forward(known, hidden, before)
+            again = self.settings.grad_checkpoint
+            hidden, *made = run_step(head, (), forward, [known, hidden], before, again)
             past.append(made)
             if step == 0:
                 hidden = hidden[:, start:]
@@ -139,13 +131,6 @@ class MTPRecipe(ChainRecipe):
 
     def published_names(self, checkpoint: DraftCheckpoint) -> Mapping[str, str]:
         return self._names
-
-    def as_published(self, name: str, change: mx.array) -> mx.array:
-        """Swap the halves of a joining matrix that takes the state first."""
-        if not (name.startswith(JOIN) and family_of(self.model).state_first):
-            return change
-        embedding, hidden = mx.split(change, 2, axis=-1)
-        return mx.concatenate([hidden, embedding], axis=-1)
 
 
 class _StepCache:
@@ -164,12 +149,7 @@ class _StepCache:
 
 
 def advance(
-    head: Any,
-    embeddings: mx.array,
-    hidden: mx.array,
-    past: list[Arrays],
-    first: int,
-    step: int,
+    head: Any, embeddings: mx.array, hidden: mx.array, past: list[Arrays], first: int, step: int
 ) -> Arrays:
     """Run a step: hidden states (B, R, h), then keys and values of each layer that attends.
 

@@ -5,7 +5,7 @@ GPU, AdamW everywhere.
 """
 
 import math
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import mlx.core as mx
@@ -14,7 +14,7 @@ from mlx.optimizers import AdamW
 from mlx.utils import tree_flatten, tree_unflatten
 
 from .compiled import is_compiled
-from .losses import step_losses_of
+from .losses import step_losses
 from .recipe import Recipe
 from .settings import LossSettings
 from .student import Student
@@ -56,8 +56,7 @@ class TrainStep:
     ):
         """``recipe`` knows the losses, if they are not those of an EAGLE head."""
         self._student = student
-        self._settings = settings
-        self._losses = step_losses_of if recipe is None else recipe.losses
+        self._losses = partial(step_losses, settings=settings) if recipe is None else recipe.losses
         self._weights = settings.weights if recipe is None else recipe.weights
         self._max_norm = max_grad_norm
         self._optimizer = AdamW(
@@ -67,6 +66,7 @@ class TrainStep:
         self._optimizer.init(student.head.trainable_parameters())
         self.moments: Arrays = dict(tree_flatten(self._optimizer.state))
         self.kept: Arrays = {}
+        self._kind: Any = tuple
         self._run = mx.value_and_grad(self._loss)
         # One function for each shape, so that the least recently used one is released.
         self._compiled = lru_cache(MOST_SHAPES)(lambda shapes: mx.compile(self._run))
@@ -119,8 +119,9 @@ class TrainStep:
 
         The gradients have the type that the head computes in.
         """
+        self._kind = type(targets)  # what is compiled gets a plain tuple
         inputs = (self._student.embed(tokens), features, *targets)
-        run: Any = self._run
+        run = self._run
         if is_compiled():
             run = self._compiled(tuple(x.shape for _, x in tree_flatten(list(inputs))))
         dtype = self._student.dtype
@@ -134,7 +135,7 @@ class TrainStep:
         head = self._student.head
         head.update(tree_unflatten(list(weights.items())))
         embeddings, features, *targets = inputs
-        losses = self._losses(head, embeddings, features, tuple(targets), self._settings)
+        losses = self._losses(head, embeddings, features, self._kind(*targets))
         return (losses * self._weights).sum(), losses
 
     def _learn(self, gradients: Arrays, rate: float, parts: int) -> mx.array:

@@ -25,11 +25,11 @@ from ..drafters.kinds import kind_of
 from ..drafters.target_parts import find_embedding, rows_of_lm_head
 from . import eagle3
 from .batches import TokenBatch
-from .block import mask_token
+from .block import layer_values, mask_token
 from .chunks import Arrays, chunk_rows, with_weights
 from .compiled import padded
 from .data import Examples
-from .given import Given, stored_arrays, write_layout
+from .given import Given, stored_arrays, write_published
 from .losses import OUTPUT, TINY, first_slot, mixed_losses, slots_at
 from .settings import LossSettings, TrainSettings
 from .student import Student
@@ -187,60 +187,41 @@ class PEagleRecipe(eagle3.Eagle3Recipe):
         )
 
     def losses(
-        self,
-        head: nn.Module,
-        embeddings: mx.array,
-        features: mx.array,
-        targets: tuple[Any, ...],
-        settings: LossSettings,
+        self, head: Any, embeddings: mx.array, features: mx.array, targets: ElementTargets
     ) -> mx.array:
-        given: Any = ElementTargets(*targets)
-        own: Any = head
-        first = first_slot(given, embeddings.shape[1], 1)
-        slots, weights = slots_at(given.rows, given.weights, embeddings.shape[1], 0, first)
+        rows = (targets.rows, targets.weights, embeddings.shape[1])
+        first = first_slot(*rows, 1)
+        slots, weights = slots_at(*rows, 0, first)
+        again = bool(self.settings.grad_checkpoint)
         hidden = [
             found.reshape(-1, found.shape[-1])
-            for found in self._pass(own, given.tokens, features, given.chosen, settings, first)
+            for found in unroll_masked(
+                head, targets.tokens, features, targets.chosen, again, first
+            )
         ]
         hidden[0] = hidden[0][slots]
-        flat = [mx.arange(len(slots)), *(x.reshape(-1) for x in given.places)]
+        flat = [mx.arange(len(slots)), *(x.reshape(-1) for x in targets.places)]
         places = mx.maximum(mx.concatenate(flat), 0)
 
         def compare(begin: int, rows: Arrays) -> Arrays:
-            logits = own.logits(rows[0]).astype(mx.float32)
-            probs = given.probs[places[begin : begin + len(logits)]]
-            return [mixed_losses(settings.terms, logits, probs)]
+            logits = head.logits(rows[0]).astype(mx.float32)
+            probs = targets.probs[places[begin : begin + len(logits)]]
+            return [mixed_losses(terms, logits, probs)]
 
-        size = chunk_rows(given.probs.shape[-1])
+        terms = self.settings.losses().terms
+        size = chunk_rows(targets.probs.shape[-1])
         joined = [mx.concatenate(hidden)]
-        (found,) = with_weights(own, OUTPUT, compare, joined, size, again=False)
+        (found,) = with_weights(head, OUTPUT, compare, joined, size, again=False)
         parts = mx.split(found, np.cumsum([len(x) for x in flat])[:-1].tolist())
         counting = [weights, *(x >= 0 for x in flat[1:])]
         sums = [(x * w).sum() for x, w in zip(parts, counting, strict=True)]
-        return mx.stack(sums) / mx.maximum(given.counts, TINY)
-
-    def _pass(
-        self,
-        head: Any,
-        tokens: mx.array,
-        features: mx.array,
-        chosen: Sequence[mx.array],
-        settings: LossSettings,
-        first: int,
-    ) -> Iterator[mx.array]:
-        """Yield the states of each depth; see ``unroll_masked``."""
-        masked = head.embed_tokens(mx.array(head.config.mask_token_id))
-        embeddings = head.embed_tokens(tokens)
-        return unroll_masked(
-            head, embeddings, features, masked, chosen, settings.checkpoint, first
-        )
+        return mx.stack(sums) / mx.maximum(targets.counts, TINY)
 
     def hidden(self, tokens: mx.array, features: mx.array, first: int) -> Iterator[mx.array]:
         size, length = tokens.shape
         all_slots = [mx.arange(first, length), *[mx.arange(length - first)] * self.depth]
         chosen = [mx.broadcast_to(x, (size, length - first)) for x in all_slots[: self.depth - 1]]
-        settings = self.settings.losses()
-        return self._pass(self.student.head, tokens, features, chosen, settings, first)
+        return unroll_masked(self.student.head, tokens, features, chosen, first=first)
 
     def write_published(self, folder: Path) -> str:
         """Write the layout that it came in, and speculators' of what came as another head."""
@@ -249,7 +230,7 @@ class PEagleRecipe(eagle3.Eagle3Recipe):
         came = None if self.given is None else self.given.published
         found = None if came is None else as_it_came(came, own, self.student.ids)
         if came is not None and found is not None:
-            return write_layout(folder, came.config, found)
+            return write_published(folder, came.config, found)
         config = published_config(head.config, self.student.taps)
         arrays = {name: array.astype(self.student.dtype) for name, array in own.items()}
         if head.config.lm_head_source == "target":
@@ -264,7 +245,7 @@ class PEagleRecipe(eagle3.Eagle3Recipe):
             arrays["d2t"] = ids - mx.arange(len(ids), dtype=mx.int64)
             arrays["t2d"] = mx.zeros(head.config.vocab_size, mx.bool_)
             arrays["t2d"][ids] = True
-        return write_layout(folder, config, arrays)
+        return write_published(folder, config, arrays)
 
 
 def as_it_came(
@@ -303,11 +284,8 @@ def published_config(config: Eagle3Config, taps: Sequence[int]) -> dict[str, Any
     rope = {**scaling, "rope_type": scaling["type"], "rope_theta": c.rope["theta"]}
     if c.rope.get("dims"):
         rope["partial_rotary_factor"] = c.rope["dims"] / c.head_dim
-    layer = {name: getattr(c, name) for name in SAME} | {
+    layer = layer_values(c, SAME) | {
         "model_type": "qwen3" if c.qk_norm else "llama",
-        "num_hidden_layers": c.num_layers,
-        "num_attention_heads": c.num_heads,
-        "num_key_value_heads": c.num_kv_heads,
         "layer_types": [f"{kind}_attention" for kind in kinds],
         "use_sliding_window": window is not None,
         "rope_parameters": rope,

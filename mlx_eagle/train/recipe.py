@@ -1,40 +1,43 @@
 """Recipe: how drafters of one kind are trained; each kind has a file of its own."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx.utils import tree_flatten
+from mlx_lm.utils import dequantize_model
 
-from ..drafters.quantize import Quantization
+from ..convert.checkpoint import DraftCheckpoint
+from ..drafters.kinds import KINDS
 from .batches import TokenBatch
-from .settings import LossSettings, TrainSettings
-from .student import Student
-
-HeadFiles = tuple[dict[str, Any], dict[str, mx.array]]
+from .chunks import eval_in_chunks
+from .given import Given, same_tensors, stored_arrays, write_published
+from .lora import changes
+from .settings import TrainSettings
+from .student import HeadFiles, Student, packed
 
 
 class Recipe(ABC):
     """A student, what its target tells of a batch, and its losses.
 
     ``depth`` is the length of its drafts in evaluations, ``weights`` (terms,) are those of its
-    losses.
+    losses. ``given`` is the drafter that the run began with, None for a fresh EAGLE head.
     """
 
-    depth: int
-    weights: mx.array
-
-    def __init__(self, settings: TrainSettings, student: Student):
+    def __init__(
+        self, settings: TrainSettings, student: Student, model: nn.Module, given: Given | None
+    ):
         self.settings = settings
         self.student = student
-
-    @property
-    def num_columns(self) -> int:
-        """Number of losses and depths that the table of figures has columns for."""
-        return max(self.depth, len(self.weights))
+        self.model = model
+        self.given = given
+        losses = settings.losses()
+        self.depth = losses.num_steps
+        self.weights = losses.weights
 
     @abstractmethod
     def teach(self, batch: TokenBatch, epoch: int, num_ranks: int = 1) -> tuple[mx.array, Any]:
@@ -42,12 +45,7 @@ class Recipe(ABC):
 
     @abstractmethod
     def losses(
-        self,
-        head: nn.Module,
-        embeddings: mx.array,
-        features: mx.array,
-        targets: tuple[mx.array, ...],
-        settings: LossSettings,
+        self, head: Any, embeddings: mx.array, features: mx.array, targets: Any
     ) -> mx.array:
         """Compute the losses (terms,) of a batch, given the embeddings (B, T, h) of its tokens."""
 
@@ -59,19 +57,91 @@ class Recipe(ABC):
         drafts what follows token i + 1.
         """
 
-    @abstractmethod
-    def files(
-        self,
-        notes: Mapping[str, Any],
-        dtype: mx.Dtype | None = None,
-        quantization: Quantization | None = None,
-    ) -> HeadFiles:
-        """Return ``config.json`` and the arrays of the converted folder; see ``head_files``."""
+    def chosen(
+        self, steps: Iterable[mx.array], rows: mx.array, choose: Callable[[mx.array], mx.array]
+    ) -> np.ndarray:
+        """Choose the drafts of each step (steps, K) after its states (B, T', h) at ``rows``."""
+        drafts = []
+        for states in steps:
+            picked = states.reshape(-1, states.shape[-1])[rows]
+            found = eval_in_chunks(choose, picked, len(self.student.ids))
+            drafts.append(self.student.ids[found])
+            mx.eval(drafts[-1], states)
+        return np.array(mx.stack(drafts))
 
-    def given_folder(self, scratch: Path) -> Path | None:
-        """Return the converted folder that the run began with, made in ``scratch`` if need be."""
-        return None
+    @abstractmethod
+    def files(self, notes: Mapping[str, Any], is_final: bool = False) -> HeadFiles:
+        """Return ``config.json``, with ``notes``, and the arrays of the converted folder.
+
+        What is learnt is in float32, but in the ``is_final`` head in the type that it is used in,
+        and quantized if that is asked for.
+        """
 
     def write_published(self, folder: Path) -> str:
         """Write the layout that the drafter came in; return what is there, for people."""
         return ""
+
+
+class GivenRecipe(Recipe):
+    """A recipe of drafters that are given, and written again in the forms that they came in."""
+
+    given: Given
+
+    def published_names(self, checkpoint: DraftCheckpoint) -> Mapping[str, str]:
+        """Return the published name of each parameter that is trained."""
+        return same_tensors(checkpoint, self.given.kind)
+
+    def published_parts(
+        self, names: Mapping[str, str], own: str, change: mx.array
+    ) -> dict[str, mx.array]:
+        """Return the changes of the published tensors that a parameter is made of, by name."""
+        return {names[own]: change}
+
+    def to_write(self, config: Mapping[str, Any], arrays: dict[str, mx.array]) -> HeadFiles:
+        """Return what is written of a config and arrays, converted or as published."""
+        return dict(config), arrays
+
+    def _changes(self) -> dict[str, mx.array]:
+        return changes(self.student.head, self._initial)
+
+    def _initial(self) -> dict[str, mx.array]:
+        head = self.given.load(self.model, mx.float32).head
+        dequantize_model(head)
+        return dict(tree_flatten(head.parameters()))
+
+    def files(self, notes: Mapping[str, Any], is_final: bool = False) -> HeadFiles:
+        """Return the given drafter's files with what was learnt; what was not is as it was."""
+        config, arrays = self.given.arrays()
+        default = config.get("quantization") or {}
+        for name, change in self._changes().items():
+            stored = arrays[name]
+            path = name.removesuffix(".weight")
+            if f"{path}.scales" in arrays:
+                parts = [arrays.pop(f"{path}.{part}") for part in ("scales", "biases")]
+                entry = default.get(path, default)
+                stored = mx.dequantize(stored, *parts, entry["group_size"], entry["bits"])
+            array = stored.astype(mx.float32) + change
+            arrays[name] = array.astype(stored.dtype) if is_final else array
+        config, arrays = self.to_write(config, arrays)
+        if is_final:
+            entry, arrays = packed(arrays, self.settings, KINDS[self.given.kind].never_quantized)
+            config |= entry
+        return config | dict(notes), arrays
+
+    def write_published(self, folder: Path) -> str:
+        """Write the drafter in the layout that it was published in.
+
+        Every tensor keeps its name and type, and its values where nothing was learnt.
+        """
+        checkpoint = self.given.published
+        if checkpoint is None:
+            return ""
+        arrays = stored_arrays(checkpoint)
+        names = self.published_names(checkpoint)
+        for own, change in self._changes().items():
+            if not mx.any(change != 0).item():
+                continue
+            for name, part in self.published_parts(names, own, change).items():
+                stored = arrays[name]
+                arrays[name] = (stored.astype(mx.float32) + part).astype(stored.dtype)
+        return write_published(folder, *self.to_write(checkpoint.config, arrays))

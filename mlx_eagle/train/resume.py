@@ -16,7 +16,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
 
 from ..system.safetensors import save_arrays
-from .student import write_head
+from .given import write_files
 
 FOLDER = "checkpoints"
 STATE = "state.safetensors"
@@ -55,7 +55,7 @@ class Checkpoints:
             shutil.rmtree(left, ignore_errors=True)
         try:
             scratch.mkdir()
-            write_head(scratch, **files)
+            write_files(scratch, **files)
             save_arrays(scratch / STATE, dict(tree_flatten(state)))
             text = json.dumps({"iteration": iteration, **facts}, indent=4, sort_keys=True)
             (scratch / FACTS).write_text(text + "\n", encoding="utf-8")

@@ -21,6 +21,12 @@ TEMPERATURES = (0.0, 0.6, 1.0)
 CACHE_BITS = 8  # with fewer, other weights are learnt
 KEPT = 0.7  # share of the places at a depth of P-EAGLE that are drafted at the next one, too
 LEAST_KEPT = 0.2  # of all places, at any depth, as in P-EAGLE's trainers
+FREE = (
+    "output", "iters", "grad_checkpoint", "steps_per_report", "steps_per_eval", "save_every",
+    "val_batches", "test_prompts", "test_tokens", "keep_checkpoints", "cache_features", "resume",
+    "answer_rows", "quantize", "q_bits", "q_group_size",
+)  # fmt: skip
+"""Settings that may change when a run resumes."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +51,9 @@ class LossSettings:
 
     def __post_init__(self) -> None:
         known = MIXED if "=" in self.kind else LOSSES
-        if len(self.terms) != self.kind.count(",") + 1 or any(
-            x not in known or not 0 < w < LARGEST for x, w in self.terms.items()
-        ):
+        terms = self.terms.items()
+        is_whole = len(terms) == self.kind.count(",") + 1
+        if not is_whole or any(x not in known or not 0 < w < LARGEST for x, w in terms):
             raise ValueError(
                 f"--loss is {self.kind}: give one of {', '.join(LOSSES)}, or of "
                 f"{', '.join(MIXED)} a mix such as ce=.1,tv=.9."
@@ -104,7 +110,7 @@ def setting(default: Any, text: str, **options: Any) -> Any:
     """Make a field with the help text of its flag.
 
     ``options``: ``choices``, ``type`` and ``metavar`` are argparse's; ``least`` is the smallest
-    number that is taken; a ``free`` setting may change when a run resumes.
+    number that is taken.
     """
     return field(default=default, metadata={"help": text, **options})
 
@@ -123,9 +129,7 @@ class TrainSettings:
         "Folder with train.jsonl (and valid.jsonl), or a hub data set, as mlx_lm.lora takes.",
     )
     output: str = setting(
-        MISSING,
-        "Folder for the head, its checkpoints, training.csv and a picture of its curves.",
-        free=True,
+        MISSING, "Folder for the head, its checkpoints, training.csv and a picture of its curves."
     )
     init: str | None = setting(
         None,
@@ -158,7 +162,7 @@ class TrainSettings:
         choices=DTYPES,
     )
     mask_prompt: bool = setting(True, "Learn from answers only (the default).")
-    iters: int = setting(1000, "Batches to train for.", least=0, free=True)
+    iters: int = setting(1000, "Batches to train for.", least=0)
     batch_size: int = setting(8, "Sequences per batch, of all machines together.", least=1)
     learning_rate: float | None = setting(None, "Peak of the learning rate (default: by kind).")
     warmup: float | None = setting(
@@ -173,7 +177,6 @@ class TrainSettings:
         None,
         "Compute activations again rather than keep them: less memory, more time (default: where "
         "the memory asks for it).",
-        free=True,
     )
     grad_accumulation_steps: int = setting(1, "Batches per step of the optimizer.", least=1)
     ttt_steps: int | None = setting(
@@ -186,8 +189,7 @@ class TrainSettings:
         None, "Tokens in a row that a P-EAGLE head learns to draft at once (default 8).", least=1
     )
     step_decay: float | None = setting(
-        None,
-        "Step j of the training-time test weighs this to the power of j (default: by kind).",
+        None, "Step j of the training-time test weighs this to the power of j (default: by kind)."
     )
     loss: str | None = setting(
         None,
@@ -250,34 +252,27 @@ class TrainSettings:
     intermediate_size: int | None = setting(
         None, "Width of a fresh head's MLP (default: the target's)."
     )
-    steps_per_report: int = setting(
-        10, "Batches between two lines about the loss.", least=1, free=True
-    )
+    steps_per_report: int = setting(10, "Batches between two lines about the loss.", least=1)
     steps_per_eval: int = setting(
-        200, "Batches between two evaluations on held-out data.", least=1, free=True
+        200, "Batches between two evaluations on held-out data.", least=1
     )
-    save_every: int = setting(100, "Batches between two checkpoints.", least=1, free=True)
-    val_batches: int = setting(
-        25, "Batches to evaluate on; -1 is all that is held out.", least=-1, free=True
-    )
+    save_every: int = setting(100, "Batches between two checkpoints.", least=1)
+    val_batches: int = setting(25, "Batches to evaluate on; -1 is all that is held out.", least=-1)
     test_prompts: int = setting(
-        4, "Held-out prompts that the finished head drafts for; 0 is none.", least=0, free=True
+        4, "Held-out prompts that the finished head drafts for; 0 is none.", least=0
     )
     test_tokens: int = setting(
-        64,
-        "Tokens of each such answer, which is given once for each draft length.",
-        least=2,
-        free=True,
+        64, "Tokens of each such answer, which is given once for each draft length.", least=2
     )
-    keep_checkpoints: int = setting(2, "Checkpoints to keep.", least=1, free=True)
+    keep_checkpoints: int = setting(2, "Checkpoints to keep.", least=1)
     seed: int = setting(0, "Seed of the fresh head and of the order of the data.")
     cache_features: str | None = setting(
-        None, "Keep what the target says of each sequence here, for more epochs.", free=True
+        None, "Keep what the target says of each sequence here, for more epochs."
     )
     cache_bits: int | None = setting(
         None, "Bits of a number of --cache-features: 8 is half its size (default: as it is)."
     )
-    resume: bool = setting(False, "Go on from the last checkpoint in --output.", free=True)
+    resume: bool = setting(False, "Go on from the last checkpoint in --output.")
     regenerate: bool = setting(
         False, "Learn from the target's own answers to the data's prompts, made first."
     )
@@ -288,12 +283,12 @@ class TrainSettings:
         metavar="T,T",
     )
     answer_tokens: int = setting(512, "Most tokens of such an answer.")
-    answer_rows: int = setting(32, "Answers that are decoded at once.", free=True)
-    quantize: bool = setting(False, "Quantize the finished head.", free=True)
+    answer_rows: int = setting(32, "Answers that are decoded at once.")
+    quantize: bool = setting(False, "Quantize the finished head.")
     q_bits: int | None = setting(
-        None, "Bits of a weight (default: 4; fusion and output matrix 6).", free=True
+        None, "Bits of a weight (default: 4; fusion and output matrix 6)."
     )
-    q_group_size: int = setting(64, "Weights that share a scale.", free=True)
+    q_group_size: int = setting(64, "Weights that share a scale.")
 
     def __post_init__(self) -> None:
         ranges = [
@@ -342,7 +337,7 @@ class TrainSettings:
     def check_same(self, before: dict[str, Any]) -> None:
         """Raise ValueError if a run that had the settings ``before`` cannot resume with these."""
         for each in fields(self):
-            if each.metadata.get("free") or each.name not in before:
+            if each.name in FREE or each.name not in before:
                 continue
             now = getattr(self, each.name)
             now = list(now) if isinstance(now, tuple) else now

@@ -5,6 +5,7 @@ Its lessons are kept for the batch only, or in a folder for several epochs.
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -98,6 +99,37 @@ class Lesson:
         return cls(**arrays)
 
 
+def features_of(target: Target, tokens: np.ndarray) -> mx.array:
+    """Compute the taps at every position of tokens (B, T), side by side: (B, T, F)."""
+    parts = []
+    at_once = max(1, ROWS_AT_ONCE // tokens.shape[1])
+    for start in range(0, len(tokens), at_once):
+        some = mx.array(tokens[start : start + at_once])
+        # No logits are computed, for nothing asks for their values.
+        _, features, _ = target.logits_at(some, mx.array([0], mx.int32))
+        assert features is not None
+        mx.eval(features)
+        parts.append(features)
+    return mx.concatenate(parts)
+
+
+def filled_up(
+    rows: np.ndarray, shape: tuple[int, int], num_steps: int
+) -> tuple[mx.array, mx.array, mx.array]:
+    """Return ``rows`` (K,) of a batch (B, T), their weights, and how many count in each step.
+
+    One row at least, so that there is something to compute; for compiled steps, quarters of all.
+    """
+    size, length = shape
+    counts = np.array([(rows % length >= step).sum() for step in range(num_steps)])
+    fill = padded(max(1, len(rows)), -(-size * length // PARTS)) - len(rows)
+    return (
+        mx.array(np.pad(rows, (0, fill)), mx.int32),
+        mx.array(np.repeat([1.0, 0.0], [len(rows), fill]), mx.float32),
+        mx.array(counts, mx.float32),
+    )
+
+
 def output_of(model: nn.Module, target: Target, ids: mx.array) -> tuple[Any, Any]:
     """Return the final norm, and a function from its states (K, h) to logits (K, Vd) of ``ids``.
 
@@ -106,13 +138,10 @@ def output_of(model: nn.Module, target: Target, ids: mx.array) -> tuple[Any, Any
     """
     tokens = mx.arange(PROBED)[None]
     logits, _, states = target.logits_at(tokens, mx.arange(PROBED))
-    if states is None:
-        return None, nn.Identity()
-    try:
+    output = None
+    with suppress(ValueError):  # of models whose norm has another place
         norm = find_final_norm(model)
-    except ValueError:
-        return None, nn.Identity()
-    output = output_from(model, norm(states), logits, ids)
+        output = None if states is None else output_from(model, norm(states), logits, ids)
     return (None, nn.Identity()) if output is None else (norm, output)
 
 
@@ -151,6 +180,8 @@ class Teacher:
     def __init__(
         self, model: nn.Module, taps: tuple[int, ...], ids: mx.array, needs_sums: bool = True
     ):
+        if not taps:
+            raise ValueError("the head taps no layer of the target, so it cannot be taught.")
         self._target = Target(model, taps)
         self._ids = ids
         self._needs_sums = needs_sums
@@ -175,12 +206,8 @@ class Teacher:
         return int(numbers * number) + 8 * sum(x.num_answer for x in examples)
 
     def features(self, tokens: np.ndarray) -> mx.array:
-        """Compute the taps at every position of tokens (B, T), side by side: (B, T, F)."""
-        parts = []
-        for _, _, _, features in self._passes(tokens, np.zeros(tokens.shape, bool)):
-            mx.eval(features)
-            parts.append(features)
-        return mx.concatenate(parts)
+        """Compute taps of tokens (B, T); see ``features_of``."""
+        return features_of(self._target, tokens)
 
     def teach(
         self, batch: TokenBatch, num_steps: int, num_ranks: int = 1
@@ -191,29 +218,26 @@ class Teacher:
         the mean number of slots.
         """
         lessons = self._lessons(batch)
-        size, length = batch.tokens.shape
+        length = batch.tokens.shape[1]
         features = mx.stack(
             [mx.pad(x.features, [(0, length - len(x.features)), (0, 0)]) for x in lessons]
         )
         rows = np.concatenate([np.array(x.slots) + i * length for i, x in enumerate(lessons)])
-        counts = np.array([(rows % length >= step).sum() for step in range(num_steps)])
-        # One row at least, so that there is something to compute.
-        fill = padded(max(1, len(rows)), -(-size * length // PARTS)) - len(rows)
+        slots, weights, counts = filled_up(rows, batch.tokens.shape, num_steps)
+        fill = len(slots) - len(rows)
         states = mx.pad(mx.concatenate([x.states for x in lessons]), [(0, fill), (0, 0)])
         shares = mx.concatenate([x.shares for x in lessons])
         targets = TargetBatch(
-            mx.array(np.pad(rows, (0, fill)), mx.int32),
-            mx.array(np.repeat([1.0, 0.0], [len(rows), fill]), mx.float32),
-            eval_in_chunks(self._probs, states, len(self._ids)),
+            slots,
+            weights,
+            eval_in_chunks(
+                lambda x: softmax(self._output(x).astype(mx.float32)), states, len(self._ids)
+            ),
             mx.pad(shares, (0, fill)),
             mx.array(batch.size * batch.longest / num_ranks, mx.float32),
-            mx.array(counts, mx.float32),
+            counts,
         )
         return features, targets
-
-    def _probs(self, states: mx.array) -> mx.array:
-        """Turn ``states`` (K, ...) into the target's probabilities, (K, Vd) float32."""
-        return softmax(self._output(states).astype(mx.float32))
 
     def _lessons(self, batch: TokenBatch) -> list[Lesson]:
         """Return a lesson for every sequence, from the cache if it has it, or from the target."""
@@ -235,84 +259,54 @@ class Teacher:
 
     def _make(self, tokens: np.ndarray, counts: np.ndarray) -> Iterator[Lesson]:
         """Make lessons of sequences (B, T); ``counts`` (B, T) says which slots may count."""
-        # Slot i is taught about the token that follows token i + 1.
-        asked = np.zeros_like(counts)
-        asked[:, 1:] = counts[:, :-1]
-        row = 0
-        for places, logits, states, features in self._passes(tokens, asked):
-            own = counts[row : row + len(features)]
-            lessons = self._say(places, logits, states, features, own)
-            mx.eval([vars(lesson) for lesson in lessons])
-            yield from lessons
-            row += len(features)
+        at_once = max(1, ROWS_AT_ONCE // tokens.shape[1])
+        for start in range(0, len(tokens), at_once):
+            own = counts[start : start + at_once]
+            # Slot i is taught about the token that follows token i + 1.
+            (places,) = np.pad(own[:, :-1], [(0, 0), (1, 0)]).ravel().nonzero()
+            # Padding comes last, so causal layers need neither a mask for it nor a cache. One
+            # place at least, so that there is something to compute.
+            rows = mx.array(places if len(places) else [0], mx.int32)
+            some = mx.array(tokens[start : start + at_once])
+            logits, features, states = self._target.logits_at(some, rows)
+            assert features is not None
+            made = self._lessons_of(places, logits[: len(places)], states, features, own)
+            mx.eval([vars(lesson) for lesson in made])
+            yield from made
 
-    def _say(
-        self,
-        places: np.ndarray,
-        logits: mx.array,
-        states: mx.array | None,
-        features: mx.array,
-        counts: np.ndarray,
+    def _lessons_of(
+        self, places: np.ndarray, logits: mx.array, states: Any, features: mx.array, counts: Any
     ) -> list[Lesson]:
         """Make lessons of b sequences, from logits (K, V) and features (b, T, F).
 
         ``places`` (K,) are the positions of the logits, numbered b * T + i, and ``states`` (K, h)
         are the last layer's output there. A slot counts if the target's choice can be drafted.
         """
-        length = features.shape[1]
         is_drafted = np.isin(np.array(mx.argmax(logits, axis=-1)), np.array(self._ids))
         (kept,) = is_drafted.nonzero()
-        rows = places[kept] // length
-        slots = places[kept] % length - 1
+        rows, slots = np.divmod(places[kept], features.shape[1])
         chosen = mx.array(kept, mx.int32)
         shares = mx.ones(len(kept))
         if self._needs_sums and len(kept):
-            shares = eval_in_chunks(
-                lambda part: self._share(logits[part]), chosen, logits.shape[-1]
-            )
-        if self._norm is None or states is None:
+
+            def share(rows: mx.array) -> mx.array:
+                own = logits[rows].astype(mx.float32)
+                drafted = mx.logsumexp(mx.take(own, self._ids, axis=1), axis=-1)
+                return mx.exp(drafted - mx.logsumexp(own, axis=-1))
+
+            shares = eval_in_chunks(share, chosen, logits.shape[-1])
+        if self._norm is None:
             entering = mx.take(logits[chosen], self._ids, axis=1)
         else:
             entering = self._norm(states[chosen])
         lessons = []
         for i, own in enumerate(counts):
-            first, last = np.searchsorted(rows, [i, i + 1]).tolist()
+            part = slice(*np.searchsorted(rows, [i, i + 1]).tolist())
             # Nothing is needed of the positions after the last slot that counts.
-            used = int(own.nonzero()[0].max(initial=0)) + 2
-            lessons.append(
-                Lesson(
-                    features[i, :used],
-                    mx.array(slots[first:last], mx.int32),
-                    entering[first:last],
-                    shares[first:last],
-                )
-            )
+            taps = features[i, : int(own.nonzero()[0].max(initial=0)) + 2]
+            counted = mx.array(slots[part] - 1, mx.int32)
+            lessons.append(Lesson(taps, counted, entering[part], shares[part]))
         return lessons
-
-    def _share(self, logits: mx.array) -> mx.array:
-        """Return how much of the probability in logits (K, V) the draft vocabulary has, (K,)."""
-        logits = logits.astype(mx.float32)
-        drafted = mx.logsumexp(mx.take(logits, self._ids, axis=1), axis=-1)
-        return mx.exp(drafted - mx.logsumexp(logits, axis=-1))
-
-    def _passes(
-        self, tokens: np.ndarray, asked: np.ndarray
-    ) -> Iterator[tuple[np.ndarray, mx.array, mx.array | None, mx.array]]:
-        """Run a few sequences at once, and yield the first four arguments of ``_say``.
-
-        ``asked`` (B, T) says where logits are of use.
-        """
-        at_once = max(1, ROWS_AT_ONCE // tokens.shape[1])
-        for start in range(0, len(tokens), at_once):
-            some = slice(start, start + at_once)
-            (places,) = asked[some].ravel().nonzero()
-            # Padding comes last, so causal layers need neither a mask for it nor a cache. One
-            # place at least, so that there is something to compute.
-            rows = mx.array(places if len(places) else [0], mx.int32)
-            logits, features, states = self._target.logits_at(mx.array(tokens[some]), rows)
-            if features is None:
-                raise ValueError("the head taps no layer of the target, so it cannot be taught.")
-            yield places, logits[: len(places)], states, features
 
 
 class HiddenTeacher:
@@ -338,21 +332,8 @@ class HiddenTeacher:
         self.output = output
 
     def features(self, tokens: np.ndarray) -> mx.array:
-        """Compute the taps and the final state of each token (B, T), side by side: (B, T, F)."""
-        parts = []
-        at_once = max(1, ROWS_AT_ONCE // tokens.shape[1])
-        for start in range(0, len(tokens), at_once):
-            some = mx.array(tokens[start : start + at_once])
-            # No logits are computed, for nothing asks for their values.
-            _, features, _ = self._target.logits_at(some, mx.array([0], mx.int32))
-            assert features is not None
-            mx.eval(features)
-            parts.append(features)
-        return mx.concatenate(parts)
-
-    def choices(self, states: mx.array, num_drafted: int) -> mx.array:
-        """Return the likeliest of the tokens that can be drafted, by number, after states."""
-        return eval_in_chunks(lambda x: mx.argmax(self.output(x), axis=-1), states, num_drafted)
+        """Compute taps and final states of tokens (B, T); see ``features_of``."""
+        return features_of(self._target, tokens)
 
 
 def cache_name(

@@ -1,7 +1,6 @@
 """Training loop: batch after batch, from the first one to a finished head."""
 
 import math
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import closing
@@ -15,27 +14,26 @@ import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..convert.checkpoint import open_target
-from ..drafters.quantize import Quantization
 from ..system.safetensors import save_arrays
 from ..system.stop_signals import StopSignals
 from .batches import BatchOrder, make_batch
 from .data import Examples
 from .draft_vocabulary import coverage
 from .evaluation import Evaluation, Generated, evaluate, generate_held_out
+from .given import converted, write_files
 from .head_card import make_card
 from .log import TrainingLog, duration
 from .optimizer import TrainStep, learning_rate
 from .recipe import Recipe
 from .resume import Checkpoints, load_checkpoint
 from .settings import TrainSettings
-from .student import write_head
 
 FACTS = {"iteration": int, "trained_tokens": int, "settings": dict, "data": str}
 """Facts in a checkpoint besides its arrays, by their types."""
 FIRST = 4  # batches before the run says how long it will take
 
 
-@dataclass(frozen=True)
+@dataclass
 class TrainReport:
     """Outcome of a run.
 
@@ -45,9 +43,9 @@ class TrainReport:
     """
 
     output: Path
-    iteration: int
-    is_finished: bool
-    evaluation: Evaluation | None
+    iteration: int = 0
+    is_finished: bool = False
+    evaluation: Evaluation | None = None
     losses: tuple[float, ...] = ()
     generated: Generated | None = None
     before: Generated | None = None
@@ -75,24 +73,15 @@ class Trainer:
             )
         lengths = [len(example.tokens) for example in self.examples.train]
         self._order = BatchOrder(lengths, settings.batch_size, settings.seed)
-        assert settings.max_grad_norm is not None
         self.student = self.recipe.student
-        self._step = TrainStep(
-            self.student,
-            settings.losses(),
-            settings.max_grad_norm,
-            settings.weight_decay,
-            self.recipe,
-        )
+        how = (settings.losses(), settings.max_grad_norm, settings.weight_decay)
+        self._step = TrainStep(self.student, *how, self.recipe)
         self._covered = coverage(self.examples.train, self.student.ids)
         self._output = Path(settings.output).expanduser()
-        self._iteration = 0
         self._trained_tokens = 0
+        self.report = TrainReport(self._output)
         self._pace: list[tuple[int, float]] = []  # tokens and seconds of each batch of this run
         self._recent: list[np.ndarray] = []  # losses since the last report
-        self._evaluation: Evaluation | None = None
-        self._generated: Generated | None = None
-        self._before: Generated | None = None  # of the drafter that the run began with
 
     def describe(self) -> None:
         """Print what is trained on what."""
@@ -107,8 +96,8 @@ class Trainer:
         )
         for note in self.examples.notes:
             print(note)
-        if self._iteration:
-            print(f"Going on behind batch {self._iteration}.")
+        if self.report.iteration:
+            print(f"Going on behind batch {self.report.iteration}.")
         print(self.needs, flush=True)
 
     def restore(self, path: Path) -> None:
@@ -121,7 +110,7 @@ class Trainer:
                 "give the same, or begin a new run with --init."
             )
         self._step.load(state["weights"], state["moments"])
-        self._iteration = facts["iteration"]
+        self.report.iteration = facts["iteration"]
         self._trained_tokens = facts["trained_tokens"]
 
     def run(self, stop: StopSignals) -> TrainReport:
@@ -132,35 +121,26 @@ class Trainer:
         settings = self.settings
         is_quiet = self._world.rank() > 0
         with self.checkpoints.explaining(self._output):
-            log = TrainingLog(
-                self._output, self.recipe.num_columns, settings.iters, self._iteration, is_quiet
-            )
+            num_columns = max(self.recipe.depth, len(self.recipe.weights))  # losses and depths
+            begun = self.report.iteration
+            log = TrainingLog(self._output, num_columns, settings.iters, begun, is_quiet)
             with closing(log):
-                losses = self._train(stop, log)
-            is_finished = self._iteration >= settings.iters
-            if is_finished and not is_quiet:
+                self._train(stop, log)
+            self.report.is_finished = self.report.iteration >= settings.iters
+            if self.report.is_finished and not is_quiet:
                 self._finish(stop, log)
-        if is_finished:
+        if self.report.is_finished:
             log.say(f"The head is in {self._output}: use it with --draft-model.")
-        return TrainReport(
-            self._output,
-            self._iteration,
-            is_finished,
-            self._evaluation,
-            tuple(losses),
-            self._generated,
-            self._before,
-        )
+        return self.report
 
-    def _train(self, stop: StopSignals, log: TrainingLog) -> list[float]:
-        """Learn from batch after batch; return the losses of the last one."""
+    def _train(self, stop: StopSignals, log: TrainingLog) -> None:
+        """Learn from batch after batch."""
         settings = self.settings
-        losses: list[float] = []
-        if self._iteration == 0:
+        if self.report.iteration == 0:
             self._evaluate(log)
-        while self._iteration < settings.iters:
-            losses = self._learn(log)
-            done = self._iteration
+        while self.report.iteration < settings.iters:
+            self._learn(log)
+            done = self.report.iteration
             is_last = done == settings.iters
             if done % settings.steps_per_eval == 0 or is_last:
                 self._evaluate(log)
@@ -177,43 +157,35 @@ class Trainer:
                     "--resume goes on."
                 )
                 break
-        return losses
 
     def _mean(self, array: mx.array) -> mx.array:
         """Average an array over all ranks."""
         return mx.distributed.all_sum(array, stream=mx.cpu) / self._world.size()
 
-    def _learn(self, log: TrainingLog) -> list[float]:
-        """Learn from the next batch; return its losses per step."""
+    def _learn(self, log: TrainingLog) -> None:
+        """Learn from the next batch."""
         settings = self.settings
         begun = time.perf_counter()
-        number = self._iteration
+        number = self.report.iteration
         parts = settings.grad_accumulation_steps
         numbers = self._order.batch(number)
         batch = make_batch(self.examples.train, numbers, self._world.rank(), self._world.size())
         epoch = number // self._order.num_batches
         features, targets = self.recipe.teach(batch, epoch, self._world.size())
         targets = targets._replace(counts=self._mean(targets.counts))
-        assert settings.learning_rate is not None and settings.warmup is not None
-        rate = learning_rate(
-            number // parts,
-            max(1, settings.iters // parts),
-            settings.learning_rate,
-            settings.warmup,
-        )
-        is_update = (number + 1) % parts == 0
-        found, norm = self._step(
-            mx.array(batch.tokens), features, targets, rate if is_update else None, parts
-        )
+        of_all = (number // parts, max(1, settings.iters // parts))
+        rate = learning_rate(*of_all, settings.learning_rate, settings.warmup)
+        now = rate if (number + 1) % parts == 0 else None
+        found, norm = self._step(mx.array(batch.tokens), features, targets, now, parts)
         losses = np.array(self._mean(found))
-        self._iteration = number + 1
+        self.report.iteration = number + 1
         self._check(losses, norm)
         num_tokens = sum(len(self.examples.train[i].tokens) for i in numbers)
         self._trained_tokens += num_tokens
         self._recent.append(losses)
         self._pace.append((num_tokens, time.perf_counter() - begun))
+        self.report.losses = tuple(losses.tolist())
         self._report(log, rate, norm)
-        return losses.tolist()
 
     def _report(self, log: TrainingLog, rate: float, norm: mx.array) -> None:
         """Move the bar on and, if a report is due, report all batches since the last one."""
@@ -222,16 +194,12 @@ class Trainer:
         if len(self._pace) == FIRST:
             speed = _speed(self._pace[1:])
             log.say(f"{speed:.0f} tokens per second: {duration(self._left())} left.")
-        if self._iteration % settings.steps_per_report == 0 or self._iteration == settings.iters:
-            log.training(
-                self._iteration,
-                np.mean(self._recent, axis=0).tolist(),
-                rate,
-                norm.item(),
-                _speed(self._pace[-len(self._recent) :]),
-                self._trained_tokens,
-                self._left(),
-            )
+        done = self.report.iteration
+        if done % settings.steps_per_report == 0 or done == settings.iters:
+            losses = np.mean(self._recent, axis=0).tolist()
+            speed = _speed(self._pace[-len(self._recent) :])
+            figures = (rate, norm.item(), speed, self._trained_tokens, self._left())
+            log.training(done, losses, *figures)
             self._recent = []
 
     def _left(self) -> float:
@@ -239,7 +207,7 @@ class Trainer:
         mean = self.examples.num_tokens / len(self.examples.train) * self.settings.batch_size
         # The first batch, which compiles, says nothing about the others.
         speed = _speed(self._pace[1:] or self._pace)
-        return (self.settings.iters - self._iteration) * mean / speed
+        return (self.settings.iters - self.report.iteration) * mean / speed
 
     def _check(self, losses: np.ndarray, norm: mx.array) -> None:
         """Raise ValueError if the last batch has spoilt the weights."""
@@ -250,7 +218,7 @@ class Trainer:
         if good is not None:
             way_on = f"the last good checkpoint is {good}; {way_on}, or from there with --init"
         raise ValueError(
-            f"the loss is not a number any more at batch {self._iteration}: {way_on}."
+            f"the loss is not a number any more at batch {self.report.iteration}: {way_on}."
         )
 
     def _evaluate(self, log: TrainingLog) -> None:
@@ -260,15 +228,15 @@ class Trainer:
             texts = texts[: settings.val_batches * settings.batch_size]
         # All ranks have the same weights and texts: one of them evaluates, and the others wait.
         if texts and self._world.rank() == 0:
-            self._evaluation = evaluate(self.recipe, texts, settings.batch_size)
-            log.evaluation(self._iteration, self._evaluation)
+            self.report.evaluation = evaluate(self.recipe, texts, settings.batch_size)
+            log.evaluation(self.report.iteration, self.report.evaluation)
 
     def _save(self, log: TrainingLog) -> None:
         if self._world.rank():
             return
         config, weights = self.recipe.files(self._notes())
         self.checkpoints.save(
-            self._iteration,
+            self.report.iteration,
             # Nothing random is left to keep: the order of the data follows from the seed and the
             # number of the batch.
             self._state(),
@@ -279,7 +247,7 @@ class Trainer:
             },
             {"config": config, "weights": weights},
         )
-        log.say(f"Iter {self._iteration}: Saved a checkpoint.")
+        log.say(f"Iter {self.report.iteration}: Saved a checkpoint.")
 
     def _state(self) -> dict[str, Any]:
         return {"weights": self._step.weights, "moments": self._step.moments}
@@ -287,48 +255,42 @@ class Trainer:
     def _notes(self) -> dict[str, Any]:
         """Return what the head's ``config.json`` says about its training."""
         settings = self.settings
-        facts = {
+        report = asdict(self.report)
+        names = ("kind", "batch_size", "ttt_steps", "loss", "learning_rate")
+        facts = {name: getattr(settings, name) for name in names} | {
             "target": _shown(settings.model),
             "init": None if settings.init is None else _shown(settings.init),
             "num_sequences": len(self.examples.train),
-            "iterations": self._iteration,
-            "batch_size": settings.batch_size,
+            "iterations": self.report.iteration,
             "trained_tokens": self._trained_tokens,
             "draft_vocab_size": len(self.student.ids),
             "coverage": self._covered,
-            "ttt_steps": settings.ttt_steps,
-            "loss": settings.loss,
-            "learning_rate": settings.learning_rate,
-            "evaluation": None if self._evaluation is None else asdict(self._evaluation),
-            "generated": None if self._generated is None else asdict(self._generated),
-            "generated_before": None if self._before is None else asdict(self._before),
-            "kind": settings.kind,
+            "evaluation": report["evaluation"],
+            "generated": report["generated"],
+            "generated_before": report["before"],
         }
         return {"source": {"path": "mlx_eagle.train", "files": {}}, "training": facts}
 
     def _finish(self, stop: StopSignals, log: TrainingLog) -> None:
         """Write the head with its target's tokenizer, let it decode, and write its card."""
         settings = self.settings
-        quantization = None
-        if settings.quantize:
-            quantization = Quantization(settings.q_bits, settings.q_group_size)
-        dtype = self.student.dtype
-        config, weights = self.recipe.files(self._notes(), dtype, quantization)
+        given = self.recipe.given
+        config, weights = self.recipe.files(self._notes(), is_final=True)
         open_target(settings.model).copy_tokenizer(self._output)
-        write_head(self._output, config, weights)
+        write_files(self._output, config, weights)
         if settings.fine_tune_type == "lora":
             save_arrays(self._output / "adapters.safetensors", self._step.weights)
         if there := self.recipe.write_published(self._output):
             log.say(f"As it is published, it is in {there}.")
-        self._generated = self._generate(self._output, stop)
-        if self._generated is not None:
-            log.generated(self._generated)
-            with tempfile.TemporaryDirectory() as scratch:
-                before = self.recipe.given_folder(Path(scratch))
-                self._before = self._generate(before, stop) if before else None
-            if self._before is not None:
-                log.compared(self._before, self._generated)
-            write_head(self._output, config | self._notes())
+        self.report.generated = self._generate(self._output, stop)
+        if self.report.generated is not None:
+            log.generated(self.report.generated)
+            if given is not None:
+                given = converted(given, settings.model)
+                self.report.before = self._generate(given.folder, stop)
+            if self.report.before is not None:
+                log.compared(self.report.before, self.report.generated)
+            write_files(self._output, config | self._notes())
         card = make_card(self._output.name, self._notes()["training"])
         (self._output / "README.md").write_text(card, encoding="utf-8")
 

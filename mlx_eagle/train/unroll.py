@@ -10,11 +10,21 @@ from functools import partial
 import mlx.core as mx
 
 from ..drafters.head import DraftAttention, DraftLayer, Eagle3Head
-from .chunks import Arrays, chunk_rows, computed_again, in_chunks
+from .chunks import Arrays, chunk_rows, in_chunks, run_step
 from .compiled import softmax
 
 OUTSIDE = ("lm_head", "input_norm", "fc_norm", "embed_tokens", "mask_hidden")
 """Parts of a head that no step passes states through. ``fc`` is one too if it fuses features."""
+
+
+def known_tokens(embeddings: mx.array, step: int, first: int) -> mx.array:
+    """Return the embeddings of the tokens that slots from ``first`` on take in a step.
+
+    Behind the text they are zeros.
+    """
+    known = embeddings[:, first + step + 1 :]
+    missing = embeddings.shape[1] - first - known.shape[1]
+    return mx.pad(known, [(0, 0), (0, missing), (0, 0)])
 
 
 def unroll(
@@ -40,39 +50,35 @@ def unroll(
     """
     hidden = head.fuse(features)
     past: list[Arrays] = []
-    forward = _checkpointed if checkpoint else _advance
     for step in range(num_steps):
-        known = embeddings[:, step + 1 :]
-        padding = [(0, 0), (0, embeddings.shape[1] - known.shape[1]), (0, 0)]
-        hidden, *made = forward(head, mx.pad(known, padding), hidden, past, first)
+        known = known_tokens(embeddings, step, first if step else 0)
+        hidden, *made = _step(head, known, hidden, past, first, checkpoint)
         past.append(made)
-        if step == 0:
-            embeddings = embeddings[:, first:]
         yield hidden
 
 
 def unroll_masked(
     head: Eagle3Head,
-    embeddings: mx.array,
+    tokens: mx.array,
     features: mx.array,
-    masked: mx.array,
     chosen: Sequence[mx.array],
     checkpoint: bool = False,
     first: int = 0,
 ) -> Iterator[mx.array]:
     """Yield the states of a P-EAGLE head's pass, for ``head.logits``, depth after depth.
 
-    Depth 0 is step 0 of ``unroll``: (B, T - first, h). At depth d there are (B, R_d, h): slot a
-    takes at position a + d the mask token, whose embedding ``masked`` (h,) is, and no features;
-    it attends to the slots up to a of depth 0, and to its own of the later depths.
-    ``chosen[d - 1]`` (B, R_d) numbers the slots of depth d among those of the depth before.
+    Depth 0 is step 0 of ``unroll``: (B, T - first, h), of ``tokens`` (B, T). At depth d there are
+    (B, R_d, h): slot a takes at position a + d the mask token and no features; it attends to the
+    slots up to a of depth 0, and to its own of the later depths. ``chosen[d - 1]`` (B, R_d)
+    numbers the slots of depth d among those of the depth before.
     """
-    forward = _checkpointed if checkpoint else _advance
-    known = mx.pad(embeddings[:, 1:], [(0, 0), (0, 1), (0, 0)])
-    hidden, *made = forward(head, known, head.fuse(features), [], first)
+    embed = head.embed_tokens
+    known = known_tokens(embed(tokens), 0, 0)
+    hidden, *made = _step(head, known, head.fuse(features), [], first, checkpoint)
     past = [made]
     yield hidden
-    slots = mx.broadcast_to(mx.arange(embeddings.shape[1]), embeddings.shape[:2])
+    slots = mx.broadcast_to(mx.arange(tokens.shape[1]), tokens.shape)
+    mask = embed(mx.array(head.config.mask_token_id))
     state = head.masked(1)
     for rows in chosen:
         slots = mx.take_along_axis(slots, rows, axis=1)
@@ -80,10 +86,24 @@ def unroll_masked(
         later = [[mx.take_along_axis(x, index, axis=2) for x in made] for made in past[1:]]
         past = [past[0], *later]
         shape = (*rows.shape, state.shape[-1])
-        given = [mx.broadcast_to(x, shape) for x in (masked, state)]
-        hidden, *made = forward(head, *given, past, slots)
+        given = [mx.broadcast_to(x, shape) for x in (mask, state)]
+        hidden, *made = _step(head, *given, past, slots, checkpoint)
         past.append(made)
         yield hidden
+
+
+def _step(
+    head: Eagle3Head,
+    embeddings: mx.array,
+    hidden: mx.array,
+    past: list[Arrays],
+    first: int | mx.array,
+    again: bool,
+) -> Arrays:
+    """Compute the step after ``past``; see ``_advance`` and ``run_step``."""
+    outside = (*OUTSIDE, "fc") if head.config.fc_input == "features" else OUTSIDE
+    forward = partial(_advance, head, first=first)
+    return run_step(head, outside, forward, [embeddings, hidden], past, again)
 
 
 def _advance(
@@ -117,26 +137,8 @@ def _advance(
     return [head.leave(hidden), *made]
 
 
-def _checkpointed(
-    head: Eagle3Head,
-    embeddings: mx.array,
-    hidden: mx.array,
-    past: list[Arrays],
-    first: int | mx.array,
-) -> Arrays:
-    """Compute what ``_advance`` does, but keep only its inputs and outputs for the gradient."""
-    outside = (*OUTSIDE, "fc") if head.config.fc_input == "features" else OUTSIDE
-    forward = partial(_advance, head, first=first)
-    return computed_again(head, outside, forward, [embeddings, hidden], past)
-
-
 def _attend(
-    layer: DraftLayer,
-    q: mx.array,
-    keys: Arrays,
-    values: Arrays,
-    start: int | mx.array,
-    skip: int,
+    layer: DraftLayer, q: mx.array, keys: Arrays, values: Arrays, start: int | mx.array, skip: int
 ) -> mx.array:
     """Attend from the slots of one layer, q (B, H, R, D): from ``start`` on, or these (B, R).
 
@@ -170,7 +172,13 @@ def _attend(
                 low = min(max(0, end - num + step - window + 1), end - 1)
         else:
             places = start[:, None, None, begin : begin + num, None]
-        unseen = _hidden(places, mx.arange(low, end), step, window).astype(q.dtype)
+        slots = mx.arange(low, end)
+        visible = slots <= places
+        if window is not None:
+            near = places + step < slots + window
+            # Where the window has left all of step 0 behind, a draft of one pass sees its slot.
+            visible &= near if isinstance(start, int) else near | (slots == places)
+        unseen = mx.where(visible, 0.0, -mx.inf).astype(q.dtype)
         own_keys = own[:num_own]
         cut = [array[..., low:end, :] for array in shared]
         return [_attended(q, own_keys, own[num_own:], cut, unseen)]
@@ -180,16 +188,6 @@ def _attend(
     out = in_chunks(attend, own, [keys[0], values[0]], size, -2, again=True)[0]
     out = out.reshape(batch, attention.num_heads, rows, width)
     return attention.o_proj(out.swapaxes(1, 2).reshape(batch, rows, -1))
-
-
-def _hidden(places: mx.array, slots: mx.array, step: int, window: int | None) -> mx.array:
-    """Mask the ``slots`` of step 0 that ``places`` (..., R, 1) do not see in ``step``: -inf."""
-    visible = slots <= places
-    if window is not None:
-        # Where the window has left all of step 0 behind, a draft of one pass still sees its slot.
-        near = places + step < slots + window
-        visible = visible & (near | (slots == places) if places.ndim > 2 else near)
-    return mx.where(visible, 0.0, -mx.inf)
 
 
 def _attended(

@@ -6,11 +6,12 @@ from dataclasses import replace
 import pytest
 from helpers import byte_tokenizer
 
-from mlx_eagle.bench import batch_runs, figures, measure, questions, runner, serving, summary
+from mlx_eagle.bench import figures, measure, questions, runner, serving, summary
 from mlx_eagle.bench.configurations import make_configurations
 from mlx_eagle.bench.costs import Costs
 from mlx_eagle.bench.figures import markdown_table, row_of
-from mlx_eagle.bench.turns import Cell, Turns, schedule
+from mlx_eagle.bench.flags import Settings
+from mlx_eagle.bench.turns import Cell, schedule
 from mlx_eagle.decoding.stats import Stats
 from mlx_eagle.drafters.acceptance_stats import expected_tokens
 from mlx_eagle.drafters.tree import DraftShape, TreeShape
@@ -34,13 +35,13 @@ def test_spread_is_the_naive_one():
 
 TABLES = (
     *(summary.SPEED, summary.START, summary.ACCEPTANCE, summary.COUNTS, summary.SIDE_BY_SIDE),
-    *(summary.PROMPT, batch_runs.BATCH, serving.LOADS, serving.WAITS),
+    *(summary.PROMPT, summary.BATCH, serving.LOADS, serving.WAITS),
 )
 
 
 def test_a_figure_is_described_once():
     """No table has a heading twice, and no row a figure that is computed twice."""
-    for described in (*TABLES, summary.GROUP, summary.RUN, serving.ANSWER):
+    for described in (*TABLES, summary.GROUP):
         names = [f.name for f in described if f.of is not None]
         assert len(set(names)) == len(names)
     for described in TABLES:
@@ -75,12 +76,12 @@ def fake_run(seconds: float, num_timed: int = 10, stats: Stats | None = None) ->
 def fake_cell(set_name: str, number: int, plain_times: list[float], times: list[float]):
     question = questions.Question(set_name, str(number), "why?")
     stats = make_stats([2, 1], 3)
-    configuration = make_configurations([3])[0]
+    configuration = make_configurations(Settings(sizes=(3,)))[0]
     plain_runs = [fake_run(t) for t in plain_times]
     return Cell(
-        question=question,
-        prompt=[1, 2],
-        configuration=configuration,
+        configuration,
+        (question,),
+        ([1, 2],),
         plain=plain_runs,
         runs=[fake_run(t, stats=stats) for t in times],
     )
@@ -184,7 +185,7 @@ def test_the_parts_of_a_round_add_up_to_it():
 
 
 def test_the_order_of_runs():
-    b, c = (Turns(configuration=each) for each in make_configurations([1, 2]))
+    b, c = map(Cell, make_configurations(Settings(sizes=(1, 2))))
 
     def labels(order: str) -> list[str]:
         return [configuration.label for configuration, _ in schedule([b, c], order)]
@@ -197,7 +198,9 @@ def test_the_order_of_runs():
 
 
 def test_arms_pass_the_loops_words_through():
-    configurations = make_configurations([2, "auto"], ["2x4:12"], compares=True)
+    configurations = make_configurations(
+        Settings(sizes=(2, "auto"), trees=("2x4:12",)), compares=True
+    )
     assert [configuration.kind for configuration in configurations] == [
         "chain",
         "auto",
@@ -211,13 +214,14 @@ def test_arms_pass_the_loops_words_through():
 
 
 def test_copies_are_the_drafters_own_with_copies():
-    alone, copied, auto = make_configurations([2], copied=[2, "auto"])
+    alone, copied, auto = make_configurations(Settings(sizes=(2,), copied=(2, "auto")))
     assert (copied.label, copied.kind, copied.options) == ("k=2 + lookup", "copies", alone.options)
     assert auto.label == "auto + lookup" and auto.options == {"num_draft_tokens": "auto"}
 
 
 def test_exact_ones_stand_beside_the_default():
-    found = make_configurations([2, "auto"], ["2x4:12"], copied=[2], exact=True)
+    settings = Settings(sizes=(2, "auto"), trees=("2x4:12",), copied=(2,), exact=True)
+    found = make_configurations(settings)
     default = [each for each in found if each.kind not in ("copies", "exact")]
     exact = [each for each in found if each.kind == "exact"]
     assert [each.label for each in exact] == [f"{each.label}, exact" for each in default]

@@ -23,7 +23,6 @@ import mlx_eagle
 from mlx_eagle import draft_models
 from mlx_eagle.bench import __main__ as command
 from mlx_eagle.bench import (
-    batch_runs,
     conditions,
     measure,
     plots,
@@ -35,8 +34,8 @@ from mlx_eagle.bench import (
 from mlx_eagle.bench.configurations import PLAIN, chain_of
 from mlx_eagle.bench.figures import row_of, table
 from mlx_eagle.bench.flags import Settings
-from mlx_eagle.bench.turns import Turns
-from mlx_eagle.decoding.stats import Stats
+from mlx_eagle.bench.parity import parities
+from mlx_eagle.bench.turns import Cell
 from mlx_eagle.demo import __main__ as demo
 from mlx_eagle.drafters import pairs
 from mlx_eagle.drafters.lookup import LookupDrafter
@@ -316,7 +315,8 @@ def test_weights_that_drafters_share_are_counted_for_both(tiny):
     overall = {"speedup": 1.5, "tps": 3.0, "plain_tps": 2.0, "mean_acceptance_length": 2.0,
                "peak_bytes": 10**9, "speedup_by_prompt": {"min": 1.0}}  # fmt: skip
     results = [{"drafter": name, "label": name, "overall": overall} for name in shared]
-    rows = {row["drafter"]: row for row in summary.side_by_side(models, results, [])}
+    scenario = {"configurations": results, "prompts": []}
+    rows = {row["drafter"]: row for row in summary.side_by_side(models, scenario)}
     weight = sum(array.nbytes for _, array in tree_flatten(head.head.parameters()))
     assert [rows[name]["weight_bytes"] for name in shared] == [weight] * 3
     assert [rows[name]["peak_bytes"] for name in shared] == [10**9 - weight] * 3
@@ -364,13 +364,22 @@ def test_all_known_drafters_of_a_target(monkeypatch, capsys, tiny):
 
 
 def test_the_report_says_which_to_take():
+    shown = dict.fromkeys((figure.name for figure in summary.SIDE_BY_SIDE), 1)
     rows = [
-        {"drafter": name, "configuration": "auto", "speedup": x}
+        {
+            **shown,
+            "identical": 1,
+            "num_prompts": 1,
+            "drafter": name,
+            "configuration": "auto",
+            "speedup": x,
+        }
         for name, x in (("a", 1.42), ("b", 0.9))
     ]
-    assert report.which_to_take({"side_by_side": rows}).startswith("Take a, auto: 1.42x")
-    assert report.which_to_take({"side_by_side": rows[1:]}).startswith("Take none: the fastest, b")
-    assert report.which_to_take({"side_by_side": []}) == ""
+    assert report.which_to_take({"side_by_side": rows})[1].startswith("Take a, auto: 1.42x")
+    said = report.which_to_take({"side_by_side": rows[1:]})[1]
+    assert said.startswith("Take none: the fastest, b")
+    assert report.which_to_take({"side_by_side": []}) == []
 
 
 def test_names_of_several_draft_models(monkeypatch, tmp_path, tiny):
@@ -449,7 +458,7 @@ def test_batches_beside_mlx_lms_own(monkeypatch, capsys, tmp_path, tiny):
 
 def cells_of_batches(rows: list[dict]) -> list[list[str]]:
     """The cells of the report's table of batches."""
-    lines = table(batch_runs.BATCH, rows).splitlines()[2:]
+    lines = table(summary.BATCH, rows).splitlines()[2:]
     return [line[2:-2].split(" | ") for line in lines]
 
 
@@ -458,9 +467,7 @@ def test_batches_are_made_set_by_set(tiny):
     settings = Settings(batches=(2,), sizes=(1,), max_tokens=3, repeats=2)
     runs = itertools.count()
     measurement = measure.Measurement(tiny, {}, asked, settings)
-    rows = batch_runs.measure_batches(
-        tiny, measurement.batched, asked, settings, lambda: next(runs)
-    )
+    rows = measurement.run_batches(lambda: next(runs))
     assert [(row["set"], row["batch"]) for row in rows] == [("a", 2), ("b", 2)]
     assert next(runs) == 2 * 2 * 4
     of_mlx_lm = 4 * 2 * 4
@@ -472,24 +479,23 @@ def test_batches_are_made_set_by_set(tiny):
 def test_the_clock_of_a_batch_runs_over_the_whole_call(tiny, monkeypatch):
     ticks = iter([10.0, 12.5])
     clock = SimpleNamespace(perf_counter=lambda: next(ticks))
-    monkeypatch.setattr(batch_runs, "time", clock)
+    monkeypatch.setattr(runner, "time", clock)
     prompts = [PROMPT, PROMPT[:3]]
-    run = batch_runs.run_batch(tiny, prompts, 6, PLAIN)
-    assert run.seconds == 2.5 and run.tps == pytest.approx(sum(map(len, run.tokens)) / 2.5)
-    assert run.tokens == [plain(tiny.target, prompt, 6) for prompt in prompts]
-    stats = [Stats(prompt_time=1.0), Stats(prompt_time=0.5)]
-    run = batch_runs.BatchRun([[1, 2, 3], [4]], 2.5, 1.5, 2, stats)
+    run = runner.run_batch(tiny, prompts, 6, PLAIN)
+    assert run.seconds == 2.5 and run.tps == pytest.approx(sum(map(len, run.texts)) / 2.5)
+    assert run.texts == [plain(tiny.target, prompt, 6) for prompt in prompts]
+    run = runner.BatchRun([[1, 2, 3], [4]], 2.5, 1.5, 2)
     assert (run.tps, run.tps_after_prefill) == (4 / 2.5, 2 / 1.0)
 
 
 def test_a_text_that_differs_in_a_batch_is_shown_with_its_margin(tiny):
     texts = [plain(tiny.target, PROMPT, 8), plain(tiny.target, PROMPT[:3], 8)]
     other = [texts[0], [*texts[1][:5], (texts[1][5] + 1) % 258, *texts[1][6:]]]
-    cell = Turns(configuration=chain_of("auto"))
-    cell.plain.append(batch_runs.BatchRun(texts, 4.0, 2.0, 0, []))
-    cell.runs.append(batch_runs.BatchRun(other, 4.0, 3.0, 2, [make_stats([1, 0], 2)] * 2))
-    batch = batch_runs.MeasuredBatch(tiny, "mine", [PROMPT, PROMPT[:3]], cell)
-    row = row_of(batch_runs.BATCH, batch)
+    asked = (questions.Question("mine", "0", ""),)
+    cell = Cell(chain_of("auto"), asked, [PROMPT, PROMPT[:3]], at_once=2)
+    cell.plain.append(runner.BatchRun(texts, 4.0, 2.0, 0))
+    cell.runs.append(runner.BatchRun(other, 4.0, 3.0, 2, make_stats([1, 0, 1, 0], 2)))
+    row = row_of(summary.BATCH, cell, parity=parities(tiny.target, cell))
     assert (row["speedup"], row["speedup_after_prefill"]) == (1.0, (16 - 2) / 1.0 / (16 / 2.0))
     assert [verification["index"] for verification in row["parity"]] == [None, 5]
     (line,) = cells_of_batches([row])

@@ -19,14 +19,15 @@ from mlx_eagle.bench import (
 )
 from mlx_eagle.bench.configurations import PLAIN, Configuration, make_configurations
 from mlx_eagle.bench.costs import Costs
+from mlx_eagle.bench.flags import Settings
 
 
 def head_of(tiny: runner.Models):
     return tiny.drafters["tiny head"]
 
 
-def of_tiny(*args, **options) -> list[Configuration]:
-    return make_configurations(*args, **options, drafters=["tiny head"])
+def of_tiny(compares: bool = False, **settings) -> list[Configuration]:
+    return make_configurations(Settings(**settings), ["tiny head"], compares)
 
 
 # --- pure parts ---------------------------------------------------------------------------
@@ -39,17 +40,19 @@ def test_costs_leave_no_trace_and_cover_every_size(tiny):
         mx.eval(bench.verify(3), bench.accept(3))
     # The first pass was not cut: three rows more than the context's 29.
     assert bench.drafter.cache[0].offset == 29
-    samples = part_timing.Samples()
+    timings: part_timing.Timings = {}
+    sizes = {"verify": [1, 2, 3, 4, 9], "accept": [1, 2, 3, 4], "propose": [1, 4]}
     bench = part_timing.Bench(tiny.target, head_of(tiny), list(range(30)))
-    samples.measure(bench, [1, 2, 3, 4, 9], [1, 2, 3, 4], [1, 4], 2)
-    verify, accept, propose = samples.by_part.values()
+    part_timing.time_parts(bench, timings, sizes, 2)
+    verify, accept, propose = timings.values()
     assert sorted(verify) == [1, 2, 3, 4, 9] and sorted(accept) == [1, 2, 3, 4]
     assert all(len(timings) == 2 for timings in verify.values())
     assert len(first) == 3
-    costs = Costs.of(samples)
+    costs = Costs.of(timings)
     assert costs.verify[2] == statistics.median(t.run for t in verify[2])
     assert sorted(propose) == [1, 4]
-    samples.measure(part_timing.Bench(tiny.target, head_of(tiny), [1, 2]), [1, 2], [1], [3], 1)
+    bench = part_timing.Bench(tiny.target, head_of(tiny), [1, 2])
+    part_timing.time_parts(bench, timings, {"verify": [1, 2], "accept": [1], "propose": [3]}, 1)
     assert [len(verify[rows]) for rows in (1, 2, 3)] == [3, 3, 2]
     assert sorted(accept) == [1, 2, 3, 4] and sorted(propose) == [1, 3, 4]
 
@@ -69,7 +72,7 @@ def test_the_margin_is_that_of_the_worse_token(tiny):
 
 @pytest.mark.parametrize("temp", [0.0, 0.8])
 def test_a_run_counts_the_tokens_after_the_first(tiny, temp):
-    configurations = [PLAIN, *of_tiny([2], compares=True)]
+    configurations = [PLAIN, *of_tiny(compares=True, sizes=(2,))]
     prompt = tiny.tokenizer.encode("Hello there")
     runs = [
         runner.run_once(tiny, configuration, prompt, 12, temp) for configuration in configurations
@@ -84,7 +87,7 @@ def test_a_run_counts_the_tokens_after_the_first(tiny, temp):
 def test_copies_are_made_where_they_are_measured(tiny, monkeypatch):
     """Here wherever there is a match, and with the same drafter none elsewhere."""
     monkeypatch.setattr("mlx_eagle.decoding.auto.FIXED_PRIOR", 0.0)
-    alone, copied = of_tiny([3], copied=[3])
+    alone, copied = of_tiny(sizes=(3,), copied=(3,))
     prompt = [*PROMPT, *plain(tiny.target, PROMPT, 9), *PROMPT]
     runs = [runner.run_once(tiny, configuration, prompt, 12) for configuration in (alone, copied)]
     assert runs[0].tokens == runs[1].tokens
@@ -97,7 +100,7 @@ def test_copies_are_made_where_they_are_measured(tiny, monkeypatch):
 def test_woven_runs_are_those_of_one_after_the_other(tiny):
     configurations = [
         PLAIN,
-        *of_tiny([3, "auto"], ["2x2:3"], compares=True),
+        *of_tiny(compares=True, sizes=(3, "auto"), trees=("2x2:3",)),
     ]
     prompt = tiny.tokenizer.encode("Hello there")
     alone = [runner.run_once(tiny, configuration, prompt, 30) for configuration in configurations]
@@ -164,7 +167,7 @@ def test_the_clock_of_turns():
 
 def test_the_peak_of_a_woven_run_is_its_own(tiny):
     prompt = tiny.tokenizer.encode("Hello there " * 40)
-    configurations = [PLAIN, *of_tiny([2])]
+    configurations = [PLAIN, *of_tiny(sizes=(2,))]
     gc.collect()  # what tests before this one left is not to be freed in its midst
     before = mx.get_active_memory()
     alone = [

@@ -311,9 +311,19 @@ def test_both_servers_serve_as_many_requests_as_there_are_clients():
             assert line[line.index(flag) + 1] == "8"
     assert commands[serving.PLAIN_SERVER][1:3] == ["--model", "/demo"]
     assert "--model" not in commands[serving.OUR_SERVER]
-    tree = make_configurations([], ["3/2+1"])[0]
-    assert serving.request_fields(tree) == {"tree": "3/2+1"}
-    assert serving.request_fields(PLAIN) == {}
+
+
+@pytest.mark.parametrize("way", ["plain", "chain", "tree"])
+def test_a_request_says_how_to_draft(monkeypatch, way):
+    monkeypatch.setattr(serving, "run_load", lambda server, bodies, num_clients: (server, bodies))
+    chain, tree = make_configurations(bench_flags.Settings(sizes=(2,), trees=("3/2+1",)))
+    fields = {"plain": {}, "chain": {"num_draft_tokens": 2}, "tree": {"tree": "3/2+1"}}[way]
+    configuration = {"plain": PLAIN, "chain": chain, "tree": tree}[way]
+    up = {serving.PLAIN_SERVER: "theirs", serving.OUR_SERVER: "ours"}
+    asked = [questions.Question("a", "1", "so?")]
+    server, (body,) = serving.load(up, 1, asked, 9, configuration)
+    assert server == ("theirs" if way == "plain" else "ours")
+    assert body == servers.chat_body("so?", 9, **fields)
 
 
 def test_some_clients_with_nothing_to_ask_are_refused():

@@ -1,10 +1,9 @@
 """Trees of drafters of blocks: grown as the NumPy twin says, in one forward of the head."""
 
-import mlx.core as mx
 import numpy as np
 import pytest
 from block_twin import (
-    features_of,
+    after,
     learned_head,
     tiny_dflash,
     tiny_dflash2,
@@ -33,9 +32,8 @@ def log_softmax(row: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("text", ["3/2+0+1/1+1", "2x3:7"])
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_children_are_the_likeliest_after_their_parents(name, text):
-    drafter, shape, context = DRAFTERS[name].begin(), parse_tree(text), [*PROMPT, 5]
-    features = mx.array(features_of(LLAMA, drafter.taps, context).astype(np.float32))
-    drafter.extend(mx.array(context[1:]), features[:-1])
+    shape, context = parse_tree(text), [*PROMPT, 5]
+    drafter = after(DRAFTERS[name], LLAMA, context)
     draft = drafter.propose_tree(shape, Match().pick_children)
     assert drafter.num_forwards == 1
     tokens, parents = draft.tokens.tolist(), draft.parents.tolist()

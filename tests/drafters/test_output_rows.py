@@ -9,14 +9,13 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from block_twin import published, tiny_dflash, tiny_dflash2, tiny_dspark
+from block_twin import DFLASH2, published, tiny_dflash, tiny_dflash2, tiny_dspark
 from checkpoints import CONFIG, as_midlayer, eagle3_tensors, write_safetensors
 from drafter_pairs import LLAMA, PAIRS, QWEN3_NEXT, tiny_mtp
 from helpers import PROMPT, VOCAB, byte_tokenizer, plain, speculative, tiny_head, tiny_llama
 from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import SPMStreamingDetokenizer
 from mtp_checkpoints import FAMILIES
-from test_dflash2 import TWO
 
 import mlx_eagle
 from mlx_eagle.commands.flags import check_draft_flags
@@ -310,7 +309,7 @@ def test_opened_with_one(monkeypatch):
 def test_converted_with_one(tmp_path, capsys):
     """It is the folder's default; ``full`` and others take its place. Cut heads keep their way."""
     model = tiny_llama(num_hidden_layers=6)
-    source = published(tmp_path / "source", tiny_dflash2(model), TWO)
+    source = published(tmp_path / "source", tiny_dflash2(model), DFLASH2)
     config = convert(str(source), str(tmp_path / "head"), quantize=False, draft_vocab=20)
     assert config["draft_vocab"] == 20
     opened = mlx_eagle.open_drafter(str(tmp_path / "head"), model)

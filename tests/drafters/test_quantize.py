@@ -7,7 +7,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from assistants import golden_folder, golden_target
-from block_twin import published, tiny_dflash2
+from block_twin import DFLASH2, published, tiny_dflash2
 from checkpoints import CONFIG, as_midlayer, eagle3_tensors, write_config, write_safetensors
 from documents import ROOT
 from golden import frozen
@@ -15,7 +15,6 @@ from helpers import PROMPT, plain, speculative, tiny_llama
 from mlx.utils import tree_flatten
 from mtp_checkpoints import FAMILIES, write_checkpoint
 from test_assistant import LEARNED
-from test_dflash2 import TWO
 
 import mlx_eagle
 from mlx_eagle import draft_models
@@ -129,14 +128,14 @@ def test_heads_that_are_converted_when_they_are_opened(tmp_path, cache):
 
 @pytest.mark.parametrize("bits", [None, 8])
 def test_what_mlx_has_packed_stays_so(tmp_path, cache, bits):
-    source = published(tmp_path / "source", tiny_dflash2(tiny_llama(num_hidden_layers=6)), TWO)
+    source = published(tmp_path / "source", tiny_dflash2(tiny_llama(num_hidden_layers=6)), DFLASH2)
     weights = dict(mx.load(str(source / "model.safetensors")))
     name = "layers.0.self_attn.o_proj.weight"
     parts = mx.quantize(weights[name], 32, 4)
     path = name.removesuffix(".weight")
     weights |= zip((name, f"{path}.scales", f"{path}.biases"), parts, strict=True)
     mx.save_safetensors(str(source / "model.safetensors"), weights)
-    config = TWO | {"quantization": {"group_size": 32, "bits": 4}}
+    config = DFLASH2 | {"quantization": {"group_size": 32, "bits": 4}}
     write_config(source, config)
     target = packed_target(bits, num_hidden_layers=6)
     _, head = opened(target, source, cache)
@@ -145,7 +144,7 @@ def test_what_mlx_has_packed_stays_so(tmp_path, cache, bits):
 
 
 def test_a_wider_dtype_beside_a_packed_target_in_float16(tmp_path, cache):
-    source = published(tmp_path / "source", tiny_dflash2(tiny_llama(num_hidden_layers=6)), TWO)
+    source = published(tmp_path / "source", tiny_dflash2(tiny_llama(num_hidden_layers=6)), DFLASH2)
     target = tiny_llama(num_hidden_layers=6)
     target.set_dtype(mx.float16)
     nn.quantize(target, group_size=32, bits=4)

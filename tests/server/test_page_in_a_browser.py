@@ -122,6 +122,7 @@ def test_three_turns(tab, server):
         tab.ask(question)
         texts.append(tab.wait())
     assert tab.count(".question") == tab.count(".answer") == 3
+    assert re.match(r"[\d.]+ tokens/s", tab.page.locator(".answer .line").last.inner_text())
     found = metrics_of(server)
     for name, metric in {
         "Drafted": "drafted_tokens_total",
@@ -186,6 +187,7 @@ def test_a_race(tab):
     verdict.wait_for()
     assert verdict.inner_text().startswith("Identical: all ")
     assert [body["reuse_caches"] for body in bodies] == [False, False]
+    assert len({body["cache_salt"] for body in bodies}) == 2  # no lane copies what another said
     clocks = [tab.page.inner_text(f"#{name}-clock") for name in ("plain", "drafted")]
     assert all(re.match(r"\d+\.\d\d s [\d.]+ tokens/s, \d+ tokens", clock) for clock in clocks)
     assert tab.count("#plain-text .drafted") == 0 < tab.count("#drafted-text .drafted")
@@ -473,9 +475,9 @@ def test_what_a_first_visit_shows(open_tab, script):
     script.scripts.append(["96", " it", " is\n```python\nx = 1\n```\n"])
     tab.page.locator(".samples button").first.click()
     tab.wait()
-    assert tab.page.inner_text(".line").endswith(" s") and "tokens/s" in tab.page.inner_text(
-        ".line"
-    )
+    line = tab.page.inner_text(".line")  # without a speed: all tokens came at once
+    assert line.startswith("3 tokens · ") and line.endswith(" s")
+    assert tab.figure("Tokens per second") == "\u2013"
     assert tab.page.inner_text("pre .language") == "python"
     low = tab.page.locator("#question").bounding_box()["height"]
     tab.page.fill("#question", "a\nb\nc\nd")

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import mlx_lm
 import pytest
 from costs import SettledCosts, curve
 from openai import BadRequestError
@@ -12,9 +13,10 @@ from mlx_eagle.commands import generate as cli
 from mlx_eagle.decoding import generate_step
 from mlx_eagle.decoding.decoder import Decoder
 from mlx_eagle.decoding.setup import read_tree
+from mlx_eagle.draft_models import open_drafter
 from mlx_eagle.drafters import pairs
 from mlx_eagle.server import __main__ as command
-from mlx_eagle.server import active_requests
+from mlx_eagle.server import active_requests, provider
 from mlx_eagle.server.caches import PairCache
 
 VOCAB = NUM_CHARACTERS + 2
@@ -247,3 +249,14 @@ def test_auto_is_known_by_the_name_of_what_it_stands_for(pair, monkeypatch):
         assert ask_json(asked, "/props", {}, "GET")[1]["draft_model"] == named
         for name in ("auto", named):
             assert asked.complete(prompt="a", max_tokens=2, draft_model=name).choices
+
+
+def test_the_demo_head_has_a_name(pair, monkeypatch):
+    """Its own, not the word that asked for it."""
+    model, tokenizer = mlx_lm.load(pair["target"])
+    own = open_drafter(pair["head"], model, tokenizer)
+    monkeypatch.setattr(provider, "load_demo", lambda dtype: (model, tokenizer, own))
+    with ours() as asked:
+        named = ask_json(asked, "/props", {}, "GET")[1]["draft_model"]
+        assert named == asked.server.page_settings()["draft_model"] == "demo-head+lookup"
+        assert asked.complete(prompt="a", max_tokens=2, draft_model=named).choices

@@ -92,6 +92,7 @@ FIELDS = {
     "negative tokens": ({"max_tokens": -5}, "give 1 to 2147483647"),
     "tokens": ({"max_tokens": "5"}, "max_tokens is a string: give a number"),
     "tools": ({"tools": ["f"]}, "a tool is a string: give an object"),
+    "a tool": ({"tools": [{"type": "function", "function": {}}]}, "a tool has no name"),
     "seed": ({"seed": -5}, "seed is -5"),
     "top_k": ({"top_k": VOCAB, "temperature": 1}, f"give less than {VOCAB}"),
     "xtc": ({"xtc_threshold": 0.9, "xtc_probability": 1.0}, "xtc_threshold is 0.9: give 0 to 0.5"),

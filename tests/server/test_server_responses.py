@@ -421,6 +421,7 @@ WRONG = {
     "cut": ({"truncation": "last"}, "truncation is unknown: give 'auto' or 'disabled'"),
     "hot": ({"temperature": -1}, "temperature is -1"),
     "a limit": ({"max_output_tokens": "x"}, "max_tokens is a string"),
+    "a limit of calls": ({"max_tool_calls": "x"}, "max_tool_calls is a string: give a number"),
     "a stop word": ({"stop": [5]}, "stop is something else"),
 }
 

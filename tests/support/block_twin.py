@@ -312,6 +312,20 @@ def relative(found: np.ndarray, wanted: np.ndarray) -> float:
     return float(np.abs(found - wanted).max() / np.abs(wanted).max())
 
 
+def after(drafter, target, text: list[int]):
+    """The drafter of a request that has read ``text``, and is about to draft behind it."""
+    begun = drafter.begin()
+    features = mx.array(features_of(target, begun.taps, text).astype(np.float32))
+    begun.extend(mx.array(text[1:]), features[:-1])
+    return begun
+
+
+def is_as_twin(drafter, target, text: list[int], size: int, twin=None) -> bool:
+    """Whether a draft's logits are those of the NumPy head, of ``twin`` where one is given."""
+    wanted = twin_logits(twin or drafter, target, text, size)
+    return relative(drafted_logits(after(drafter, target, text), size), wanted) < TOLERANCE
+
+
 def compare_rounds(drafter, target) -> None:
     """Whole prompts, then rounds of which some or all rows are kept, as the loop does it."""
     drafter = drafter.begin()
@@ -363,7 +377,8 @@ LAYERS = {
 }
 INSIDE = {"mask_token_id": 11, "target_layer_ids": [0, 5]}
 MARKOV = {"block_size": 7, "markov_rank": 8, "markov_head_type": "vanilla"}
-TWO = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 8, "selector_top_k": 16}
+CONVOLUTIONS = {"conv_kernel_size": 2, "conv_group_size": 16}
+SELECTOR = {"selector_rank": 8, "selector_top_k": 16}
 LEARNED: dict[str, dict[str, Any]] = {
     "dflash": {
         **LAYERS,
@@ -376,7 +391,7 @@ LEARNED: dict[str, dict[str, Any]] = {
         "architectures": ["DFlash2DraftModel"],
         "is_causal": False,
         "block_size": 7,
-        "dflash_config": INSIDE | TWO,
+        "dflash_config": INSIDE | CONVOLUTIONS | SELECTOR,
     },
     "dspark": {
         **LAYERS,
@@ -403,6 +418,23 @@ LEARNED: dict[str, dict[str, Any]] = {
 }
 """Configs of the heads that ``tools/golden/learn_blocks.py`` teaches what follows the prompts."""
 
+FLAT = LEARNED["dflash"]
+NESTED = {
+    "architectures": ["DFlashDraftModel"],
+    "speculators_model_type": "dflash",
+    "transformer_layer_config": LAYERS,
+    "aux_hidden_state_layer_ids": [1, 6],
+    "mask_token_id": 11,
+    "block_size": 7,
+    "draft_vocab_size": 96,
+    "sample_from_anchor": False,
+}
+"""The same DFlash head as z-lab and as speculators write its config."""
+DFLASH2 = FLAT | {
+    "architectures": ["DFlash2DraftModel"],
+    "dflash_config": INSIDE | {"selector_top_k": 5, "output_multiplier": 0.5},
+}
+
 
 def learned_head(model, kind: str) -> DFlashDrafter:
     """A head that knows these texts by heart, frozen as mlx-vlm published it, and converted."""
@@ -415,9 +447,10 @@ def learned_head(model, kind: str) -> DFlashDrafter:
 
 
 def published(folder, drafter, config: dict, prefix: str = "", more: dict | None = None):
-    """A checkpoint of the drafter's weights under published names."""
+    """A checkpoint of the drafter's weights under published names; None in ``more`` omits one."""
     folder.mkdir()
     weights = {f"{prefix}{n}": a for n, a in tree_flatten(drafter.head.parameters())}
-    mx.save_safetensors(str(folder / "model.safetensors"), weights | (more or {}))
+    weights = {name: a for name, a in (weights | (more or {})).items() if a is not None}
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
     write_config(folder, config)
     return folder

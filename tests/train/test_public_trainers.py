@@ -22,7 +22,7 @@ from training import write_model
 
 from mlx_eagle.drafters.head_weights import split_weights
 from mlx_eagle.train.batches import TokenBatch
-from mlx_eagle.train.chains import places_of
+from mlx_eagle.train.chains import chain_targets
 from mlx_eagle.train.data import Examples
 from mlx_eagle.train.kinds import filled
 from mlx_eagle.train.optimizer import TrainStep
@@ -166,7 +166,7 @@ def test_mtp(name: str, tmp_path: Path) -> None:
     example = Example(name, tmp_path, MTP[name])
     recipe = example.recipe("mtp", loss="ce", labels="text", mtp_attention="step")
     states = mx.array(example.arrays["states"])
-    example.compare(recipe, states, places_of(example.batch, recipe.depth))
+    example.compare(recipe, states, chain_targets(example.batch, recipe.depth))
 
 
 def test_assistants(tmp_path: Path) -> None:

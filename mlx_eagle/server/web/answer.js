@@ -3,6 +3,7 @@
 const TOKEN_ID = 0, DEPTH = 1, LENGTH = 2, START = 3, END = 4, KIND = 5; // of a token kept as a list
 const COPIED = ["copied_tokens", "accepted_copied_tokens"];
 const COUNTED = ["drafted_tokens", "accepted_tokens", ...COPIED, "target_passes", "emitted_tokens", "batched_tokens"];
+const SHORTEST = 0.01; // seconds: no pass of a model takes less, so what came sooner had waited on its way
 const IN_TEXT = 0, IN_REASONING = 1, IN_BATCH = 2; // bits of KIND
 
 class Answer {
@@ -95,7 +96,11 @@ class Answer {
   }
 
   get tokensPerSecond() {
-    return this.seconds > 0 ? (this.numTokens - 1) / this.seconds : 0;
+    return this.seconds > SHORTEST ? (this.numTokens - 1) / this.seconds : 0;
+  }
+
+  get speed() {
+    return this.tokensPerSecond > 0 ? this.tokensPerSecond.toFixed(1) : "–";
   }
 
   /** The server's counts, or what has been seen so far. */

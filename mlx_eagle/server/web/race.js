@@ -11,9 +11,11 @@ class Race {
       fields.seed = Math.floor(Math.random() * 2 ** 32); // both draw the same noise
     }
     fields.reuse_caches = false; // an earlier chat may have left caches that serve one lane only
-    const drafted = { ...fields };
+    // Nor may the second copy the first one's answer, or that of a chat: each lane knows its own alone.
+    const salt = `${Date.now()} ${Math.random()}`;
+    const drafted = { ...fields, cache_salt: `${salt} drafted` };
     if (drafted.num_draft_tokens === 0) delete drafted.num_draft_tokens;
-    const plain = { ...fields, num_draft_tokens: 0, tree: null };
+    const plain = { ...fields, num_draft_tokens: 0, tree: null, cache_salt: `${salt} plain` };
     const messages = withSystem([{ role: "user", content: prompt }]);
     this.running = new AbortController();
     setBusy("race-start", "race-stop", true);
@@ -60,7 +62,7 @@ class Lane {
       answer.reasoning ? [] : answer.marks.text);
     const { seconds, firstAfter, numTokens } = answer;
     const note = answer.finish === "length" ? "" : answer.note;
-    const rest = `${answer.tokensPerSecond.toFixed(1)} tokens/s, ${numTokens} tokens; the first after ${firstAfter.toFixed(2)} s. ${note}`;
+    const rest = `${answer.speed} tokens/s, ${numTokens} tokens; the first after ${firstAfter.toFixed(2)} s. ${note}`;
     this.clock.replaceChildren(element("b", "", `${(firstAfter + seconds).toFixed(2)} s `), rest);
   }
 }
@@ -76,7 +78,7 @@ function verdict(plain, drafted, seed) {
   }
   const whole = (answer) => answer.firstAfter + answer.seconds;
   const ratio = drafted.seconds > 0 ? whole(plain) / whole(drafted) : 0;
-  if (plain.seconds > 0) plainSpeed = plain.tokensPerSecond;
+  plainSpeed = plain.tokensPerSecond || plainSpeed;
   const batched = drafted.counts.batched_tokens;
   const shared = batched ? ` ${batched} tokens of the second came from rounds that it shared, because others asked too.` : "";
   const speed = ratio ? ` With drafts ${ratio.toFixed(2)} times as fast, from the request to the last token.` : "";

@@ -17,8 +17,8 @@ function lineOf(answer) {
   if (!answer.numTokens || answer.seconds <= 0) return "";
   const { mean_acceptance_length: tau, drafted_tokens: drafted } = answer.figures;
   const speed = answer.tokensPerSecond;
-  const parts = [`${speed.toFixed(1)} tokens/s`];
-  if (plainSpeed) parts[0] += `, ${(speed / plainSpeed).toFixed(2)} times plain decoding in the last race`;
+  const parts = speed ? [`${answer.speed} tokens/s`] : [];
+  if (speed && plainSpeed) parts[0] += `, ${(speed / plainSpeed).toFixed(2)} times plain decoding in the last race`;
   if (drafted) parts.push(`${tau.toFixed(2)} tokens per pass`);
   parts.push(`${answer.numTokens} tokens`, `the first after ${answer.firstAfter.toFixed(2)} s`);
   return parts.join(" · ");
@@ -28,7 +28,7 @@ function lineOf(answer) {
 function showStrip(answer, answers) {
   const one = answer ? answer.figures : new Tally().counts;
   const all = sumOf(answers.map((each) => each.figures));
-  const speed = answer && answer.seconds > 0 ? answer.tokensPerSecond.toFixed(1) : "–";
+  const speed = answer ? answer.speed : "–";
   byId("brief").textContent = answer
     ? `${speed} tok/s · tau ${one.mean_acceptance_length.toFixed(2)}` : "";
   const numAll = answers.reduce((n, each) => n + each.numTokens, 0);
