@@ -16,9 +16,10 @@ from ..drafters.target_parts import find_embedding
 from .batches import TokenBatch
 from .data import Examples
 from .draft_vocabulary import narrowed, resized_vocabulary, widened
-from .given import Given
+from .given import Given, write_published
 from .losses import TargetBatch, step_losses
 from .memory import amount
+from .published_head import published_files
 from .recipe import Recipe
 from .settings import CACHE_BITS, TrainSettings
 from .student import HeadFiles, Student, fresh_student, packed, student_from
@@ -62,10 +63,14 @@ class Eagle3Recipe(Recipe):
         steps = self.hidden(mx.array(tokens), self.teacher.features(tokens), begin)
         return self.chosen(steps, rows, lambda x: mx.argmax(self.student.head.logits(x), axis=-1))
 
+    def _parameters(self) -> dict[str, mx.array]:
+        head = self.student.head
+        return split_weights(dict(tree_flatten(head.parameters())), head.config)
+
     def files(self, notes: Mapping[str, Any], is_final: bool = False) -> HeadFiles:
         student = self.student
         config = student.head.config
-        arrays = split_weights(dict(tree_flatten(student.head.parameters())), config)
+        arrays = self._parameters()
         values = config.to_dict() | dict(notes)
         if is_final:
             arrays = {name: array.astype(student.dtype) for name, array in arrays.items()}
@@ -74,6 +79,11 @@ class Eagle3Recipe(Recipe):
         if config.has_d2t:
             arrays["d2t"] = student.ids - mx.arange(len(student.ids), dtype=mx.int32)
         return values, arrays
+
+    def write_published(self, folder: Path) -> str:
+        came = None if self.given is None else self.given.published
+        found = published_files(self.student, self._parameters(), self.model, came)
+        return "" if found is None else write_published(folder, *found)
 
 
 def make_student(

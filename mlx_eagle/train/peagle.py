@@ -6,54 +6,38 @@ with the target's distribution of slot a + d. Elements are dropped at random, as
 speculators and SpecForge: only what is behind a kept one can be kept.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..convert.checkpoint import DraftCheckpoint
 from ..convert.families import canonical
-from ..drafters.config import Eagle3Config
-from ..drafters.head_weights import split_weights
 from ..drafters.kinds import kind_of
-from ..drafters.target_parts import find_embedding, rows_of_lm_head
+from ..drafters.target_parts import find_embedding
 from . import eagle3
 from .batches import TokenBatch
-from .block import layer_values, mask_token
+from .block import mask_token
 from .chunks import Arrays, chunk_rows, with_weights
 from .compiled import padded
 from .data import Examples
-from .given import Given, stored_arrays, write_published
+from .given import Given
 from .losses import OUTPUT, TINY, first_slot, mixed_losses, slots_at
+from .published_head import MASKED_FEATURES
 from .settings import LossSettings, TrainSettings
 from .student import Student
 from .teacher import PARTS
 from .unroll import unroll_masked
-
-MASK = "mask_hidden"  # features of slots that none are known of
-VERSION = "0.9.0"  # of speculators, whose layout fresh heads are published in
-OWN = (
-    "draft_vocab_size", "mask_token_id", "target_hidden_size", "norm_before_residual",
-    "norm_output",
-)  # fmt: skip
-SAME = (
-    "hidden_size", "intermediate_size", "head_dim", "hidden_act", "rms_norm_eps", "vocab_size",
-    "max_position_embeddings", "attention_bias", "mlp_bias", "sliding_window",
-)  # fmt: skip
-"""Fields that the layout has under the same names: of the head, and of its layers."""
 
 
 def is_parallel(given: Given) -> bool:
     """Return whether a drafter is a P-EAGLE head already."""
     if given.published is None:
         return kind_of(given.folder)[1].get("mask_token_id") is not None
-    return any(canonical(name) == MASK for name in given.published.tensors)
+    return any(canonical(name) == MASKED_FEATURES for name in given.published.tensors)
 
 
 def make_student(
@@ -222,95 +206,3 @@ class PEagleRecipe(eagle3.Eagle3Recipe):
         all_slots = [mx.arange(first, length), *[mx.arange(length - first)] * self.depth]
         chosen = [mx.broadcast_to(x, (size, length - first)) for x in all_slots[: self.depth - 1]]
         return unroll_masked(self.student.head, tokens, features, chosen, first=first)
-
-    def write_published(self, folder: Path) -> str:
-        """Write the layout that it came in, and speculators' of what came as another head."""
-        head = self.student.head
-        own = split_weights(dict(tree_flatten(head.parameters())), head.config)
-        came = None if self.given is None else self.given.published
-        found = None if came is None else as_it_came(came, own, self.student.ids)
-        if came is not None and found is not None:
-            return write_published(folder, came.config, found)
-        config = published_config(head.config, self.student.taps)
-        arrays = {name: array.astype(self.student.dtype) for name, array in own.items()}
-        if head.config.lm_head_source == "target":
-            table, _ = find_embedding(self.model)
-            arrays |= rows_of_lm_head(self.model, table, self.student.ids)
-        for number in range(1, head.config.num_layers):
-            norm = arrays.pop(f"layers.{number}.hidden_norm.weight")
-            arrays[f"layers.{number}.input_layernorm.weight"] = norm
-        arrays[MASK] = arrays[MASK][None, None]
-        if head.config.has_d2t:
-            ids = self.student.ids.astype(mx.int64)
-            arrays["d2t"] = ids - mx.arange(len(ids), dtype=mx.int64)
-            arrays["t2d"] = mx.zeros(head.config.vocab_size, mx.bool_)
-            arrays["t2d"][ids] = True
-        return write_published(folder, config, arrays)
-
-
-def as_it_came(
-    checkpoint: DraftCheckpoint, own: Mapping[str, mx.array], ids: mx.array
-) -> dict[str, mx.array] | None:
-    """Return a checkpoint's tensors with a head's parameters in place, each in its stored type.
-
-    None if they are not stored as they are, as in a head that drafted step by step, or whose
-    draft vocabulary (``ids``) has changed.
-    """
-    arrays = stored_arrays(checkpoint)
-    named = {canonical(name): name for name in arrays}
-    num_drafted = len(arrays.get("d2t", ()))
-    for name, array in own.items():
-        there = named.get(name) or named.get(name.replace("hidden_norm", "input_layernorm"))
-        stored = None if there is None else arrays[there]
-        if stored is None or num_drafted not in (0, len(ids)):
-            return None
-        array = array.astype(stored.dtype)
-        if name == "lm_head.weight" and num_drafted and len(stored) != num_drafted:
-            stored[ids] = array  # a row for every token of the target
-        elif array.size != stored.size:
-            return None
-        else:
-            arrays[str(there)] = array.reshape(stored.shape)
-    return arrays
-
-
-def published_config(config: Eagle3Config, taps: Sequence[int]) -> dict[str, Any]:
-    """Return the ``config.json`` of a P-EAGLE head as speculators publish it."""
-    c = config
-    window = c.sliding_window
-    full = range(c.num_layers) if window is None else c.full_attention_layers
-    kinds = ["full" if i in full else "sliding" for i in range(c.num_layers)]
-    scaling = c.rope.get("scaling") or {"type": "default"}
-    rope = {**scaling, "rope_type": scaling["type"], "rope_theta": c.rope["theta"]}
-    if c.rope.get("dims"):
-        rope["partial_rotary_factor"] = c.rope["dims"] / c.head_dim
-    layer = layer_values(c, SAME) | {
-        "model_type": "qwen3" if c.qk_norm else "llama",
-        "layer_types": [f"{kind}_attention" for kind in kinds],
-        "use_sliding_window": window is not None,
-        "rope_parameters": rope,
-        "tie_word_embeddings": False,
-    }
-    proposal = {
-        "proposal_type": "greedy",
-        "speculative_tokens": c.speculative_tokens_hint or 1,
-        "verifier_accept_k": 1,
-        "accept_tolerance": 0.0,
-    }
-    return {name: getattr(c, name) for name in OWN} | {
-        "architectures": ["PEagleDraftModel"],
-        "speculators_model_type": "peagle",
-        "speculators_version": VERSION,
-        "eagle_aux_hidden_state_layer_ids": list(taps),
-        "embed_requires_grad": True,
-        "fc_norm": c.pre_fc_norm == "per_feature",
-        "norm_before_fc": c.pre_fc_norm == "concat",
-        "tie_word_embeddings": False,
-        "transformer_layer_config": layer,
-        "speculators_config": {
-            "algorithm": "peagle",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [proposal],
-            "verifier": {"architectures": [], "name_or_path": None},
-        },
-    }
