@@ -135,8 +135,9 @@ def block_config(config: dict[str, Any]) -> dict[str, Any]:
     if "layer_types" in config:
         kinds = ("full_attention", "sliding_attention")
         made["layer_types"] = [kinds[bool(slides)] for slides in config["layer_types"]]
-    if config.get("input_embedding_scale") == _as_float32(config.get("hidden_size")):
-        del made["input_embedding_scale"]
+    scale = made.pop("input_embedding_scale", None)
+    if scale is not None and scale != _as_float32(config.get("hidden_size")):
+        made["input_embedding_scale"] = scale
     if config["mask_token_id"] == MUSE["mask_token_id"] and "is_causal" not in config:
         made["model_type"] = MUSE_TYPE
     # The scaling of its rope is the drafter's own, for llama.cpp applies it.
@@ -144,7 +145,8 @@ def block_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _as_float32(hidden_size: Any) -> float | None:
-    return float(str(np.float32(hidden_size**0.5))) if is_whole(hidden_size) else None
+    is_size = is_whole(hidden_size) and hidden_size >= 0
+    return float(str(np.float32(hidden_size**0.5))) if is_size else None
 
 
 @dataclass(frozen=True)

@@ -183,6 +183,11 @@ def test_layers_for_another_target(model_file):
 # Mistakes
 
 MODEL = {"block_count": 4, "nextn_predict_layers": 1}
+NO_SIZES = {
+    k: v
+    for k, v in block_values(DFLASH).items()
+    if k not in ("embedding_length", "embedding_scale")
+}
 WRONG = {
     "no drafter": ("llama", MODEL, "dflash, which are DFlash, DFlash2 and DSpark"),
     "no MTP layers": ("qwen35", {"block_count": 4}, "without MTP layers"),
@@ -195,6 +200,7 @@ WRONG = {
         block_values(DFLASH) | {"target_layers": "1"},
         'target_layer_ids is "1"',
     ),
+    "no sizes": ("dflash", NO_SIZES, "is a drafter of blocks"),
     "scaled values": ("dflash", block_values(DFLASH, **{"attention.value_scale": 0.7}), "scales"),
     "windows of text": (
         "dflash",
