@@ -123,8 +123,8 @@ def mask_token(given: int | None, tokenizer: TokenizerWrapper, vocab_size: int) 
     if not free or free[-1] in reserved or free[-1] >= vocab_size:
         found = "every row of the embedding is a token" if given is None else f"{given} cannot be"
         raise ValueError(
-            f"{found}, and a drafter of blocks needs one that no text has for masked slots: name "
-            f"a token below {vocab_size} by --mask-token-id, neither padding nor an end of text."
+            f"{found}, and masked slots need one that no text has: name a token below "
+            f"{vocab_size} by --mask-token-id, neither padding nor an end of text."
         )
     return int(free[-1])
 

@@ -285,6 +285,16 @@ def warn_of_few(settings: TrainSettings, examples: Examples) -> None:
         )
 
 
+def check_mask(
+    settings: TrainSettings, given: Given | None, tokenizer: TokenizerWrapper, vocab_size: int
+) -> None:
+    """Raise ValueError, before anything is made, if there is no token for masked slots."""
+    row = TRAINED[settings.kind]
+    is_made = given is None or (row.of == given.kind and not row.claims(given))
+    if "mask_token_id" in row.flags and is_made:
+        block.mask_token(settings.mask_token_id, tokenizer, vocab_size)
+
+
 def begin(
     settings: TrainSettings,
     given: Given | None,

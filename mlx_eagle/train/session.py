@@ -15,7 +15,7 @@ from ..system.hub import locate
 from ..system.stop_signals import StopSignals
 from .data import check_data, read_examples
 from .given import AUTO, Given, known_drafter, open_given
-from .kinds import TRAINED, begin, check_kind, filled, needs_for, title_of, trained_as
+from .kinds import TRAINED, begin, check_kind, check_mask, filled, needs_for, title_of, trained_as
 from .memory import fitting, memory_kept_to
 from .resume import Checkpoints, locked
 from .settings import TrainSettings
@@ -57,6 +57,7 @@ def _run(settings: TrainSettings, output: Path) -> TrainReport:
     )
     _, vocab_size = find_embedding(model)
     settings, given = _begin_with(settings)
+    check_mask(settings, given, tokenizer, vocab_size)
     data = settings.data
     if settings.regenerate:
         from .answers import regenerate  # here, for it is a command as well: python -m

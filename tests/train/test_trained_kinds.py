@@ -20,7 +20,7 @@ from trained_kinds import (
     recipe_of,
     some_batch,
 )
-from training import chats, weights_of, write_data
+from training import chats, weights_of, write_data, write_target
 
 import mlx_eagle
 from mlx_eagle.drafters.kinds import KINDS
@@ -398,3 +398,13 @@ def test_the_table_of_the_page_is_made_of_the_kinds():
     for name in names:
         expected = [str(row.defaults.get(name, "-")) for row in TRAINED.values()]
         assert shown[flag_of(name)] == expected, name
+
+
+@pytest.mark.parametrize("kind", ["dflash", "peagle"])
+def test_no_token_for_masks_is_told_before_answers_are_made(kind, data, tmp_path):
+    target = write_target(tmp_path / "target")
+    tokens = len(mlx_lm.load(str(target))[1].get_vocab())
+    run = {**RUN, "iters": 1, "kind": kind, "mask_token_id": 10 * tokens}
+    with pytest.raises(ValueError, match=r"masked slots need one .* --mask-token-id"):
+        train(str(target), str(data), str(tmp_path / "out"), **run)
+    assert not (tmp_path / "out" / "answers").exists()
