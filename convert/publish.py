@@ -7,7 +7,6 @@ head; a head that it cannot describe is refused.
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,8 @@ from mlx_eagle.drafters.quantize import bits_of
 from mlx_eagle.system.atomic_folder import new_folder
 from mlx_eagle.system.hub import INSIDE, REPO_ID, locate
 from mlx_eagle.system.safetensors import save_arrays
+
+from .vocabulary import vocabulary_maps
 
 CARD = "README.md"
 TAGS = ["mlx", "speculative-decoding", "draft-model"]
@@ -200,14 +201,11 @@ def to_pytorch(head: str, folder: str) -> dict[str, Any]:
 
 def _check(config: Eagle3Config, head: str) -> None:
     """Raise ValueError for what the flat layout cannot say; it stands for the defaults."""
-    defaults = {f.name: f.default for f in fields(config) if f.name not in SAID}
-    for name, value in {**defaults, "num_layers": 1}.items():
-        found = getattr(config, name)
-        if value is not MISSING and found != value:
-            raise ValueError(
-                f"{head} has {name} {found}, which the flat PyTorch layout cannot say (it means "
-                f"{value}); it stays an MLX head"
-            )
+    for name, value in config.unsaid(SAID, num_layers=1).items():
+        raise ValueError(
+            f"{head} has {name} {getattr(config, name)}, which the flat PyTorch layout cannot say "
+            f"(it means {value}); it stays an MLX head"
+        )
     if config.pre_fc_norm == "concat":
         raise ValueError(f"{head} norms its features as one, which the flat layout cannot say")
     if config.lm_head_source != "file":
@@ -226,10 +224,8 @@ def _tensors(config: Eagle3Config, weights: dict[str, mx.array], head: str) -> d
     ids = offsets.astype(mx.int64) + mx.arange(size, dtype=mx.int64)
     if ids.max().item() >= config.vocab_size:
         raise ValueError(f"{head} drafts token {ids.max().item()} of {config.vocab_size}")
-    drafted = mx.zeros(config.vocab_size, mx.bool_)
-    drafted[ids] = True
     named = {name.replace("layers.0.", "midlayer."): array for name, array in weights.items()}
-    return {**named, "d2t": offsets.astype(mx.int64), "t2d": drafted}
+    return named | vocabulary_maps(ids, config.vocab_size)
 
 
 def _config(config: Eagle3Config, dtype: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 
 from mlx_eagle.drafters.config import VocabularyFields
@@ -15,6 +16,14 @@ from mlx_eagle.drafters.target_parts import TargetSizes
 
 FLAGS = ("BOOL", "U8", "I8", "I32", "I64")
 NUMBERS = ("I64", "I32", "I16", "I8", "U8")
+
+
+def vocabulary_maps(ids: mx.array, size: int) -> dict[str, mx.array]:
+    """The maps d2t (Vd,) int64 and t2d (``size``,) of draft tokens ``ids`` (Vd,), as published."""
+    ids = ids.astype(mx.int64)
+    drafted = mx.zeros(size, mx.bool_)
+    drafted[ids] = True
+    return {"d2t": ids - mx.arange(len(ids), dtype=mx.int64), "t2d": drafted}
 
 
 @dataclass(frozen=True)

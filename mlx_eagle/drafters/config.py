@@ -9,7 +9,8 @@ We keep boundary ids: b = N is what leaves the last of N layers. Under ``eagle_c
 producers write either, and only the target's depth tells which.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -251,6 +252,15 @@ class Eagle3Config(
 
     model_type: Annotated[str, TEXT] = "eagle3"
     family: Annotated[str, TEXT] = "unknown"
+
+    def unsaid(self, said: Collection[str], **others: Any) -> dict[str, Any]:
+        """Fields with other values than a layout means that has words only for those ``said``.
+
+        Returns these values by name: the defaults, and ``others``.
+        """
+        meant = {each.name: each.default for each in fields(self) if each.name not in said}
+        known = {name: value for name, value in meant.items() if value is not MISSING} | others
+        return {name: value for name, value in known.items() if getattr(self, name) != value}
 
     def check_sizes(self, where: str | Path) -> None:
         """Raise ValueError for sizes that no matrix can have, or that do not divide."""

@@ -4,7 +4,6 @@ Chen et al. 2026, DFlash. A block sees the target's features of the tokens befor
 itself. The drafter's own layers compute it, and its own choices are evaluated.
 """
 
-import json
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -19,7 +18,6 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..drafters.block_config import BlockConfig
 from ..drafters.dflash import BlockAttention, DFlashHead, seen_by
 from ..drafters.target_parts import find_embedding
-from ..system.safetensors import save_arrays
 from .batches import TokenBatch
 from .chunks import (
     CHUNK_BYTES,
@@ -31,7 +29,7 @@ from .chunks import (
     with_weights,
 )
 from .compiled import is_compiled, softmax
-from .given import Given
+from .given import Given, write_files
 from .losses import TINY
 from .recipe import GivenRecipe
 from .settings import TrainSettings
@@ -89,8 +87,7 @@ def write_fresh(
             own = SPREAD * mx.random.normal(array.shape, key=keys[number])
         drawn[name] = mx.ones(array.shape) if own is None else mx.broadcast_to(own, array.shape)
     folder.mkdir()
-    save_arrays(folder / "model.safetensors", drawn, layout="pt")
-    (folder / "config.json").write_text(json.dumps(values), encoding="utf-8")
+    write_files(folder, values, drawn, "pt")
 
 
 def layer_values(config: Any, same: Iterable[str] = SAME.split()) -> dict[str, Any]:

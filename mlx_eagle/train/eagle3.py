@@ -13,6 +13,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..drafters.head_weights import split_weights
 from ..drafters.target_parts import find_embedding
+from ..system.ranks import is_first
 from .batches import TokenBatch
 from .data import Examples
 from .draft_vocabulary import narrowed, resized_vocabulary, widened
@@ -132,7 +133,7 @@ def make_teacher(
         if teacher.cache_bytes(examples.train, student, CACHE_BITS) <= free:
             way_on = f"give --cache-bits {CACHE_BITS}, or {way_on}"
         raise ValueError(f"{taken}: {way_on}.")
-    if mx.distributed.init().rank() == 0:
+    if is_first():
         print(f"{taken}.")
     teacher.keep_in(cache, bits)
     return teacher

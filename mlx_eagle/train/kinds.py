@@ -18,6 +18,7 @@ from ..drafters.mtp import FLOAT32
 from ..drafters.pairs import drafters_for
 from ..drafters.target_parts import activation_dtype, find_embedding
 from ..system.cli_values import flag_of
+from ..system.ranks import is_first
 from . import assistant, block, dflash, dflash2, dspark, eagle3, mtp, peagle
 from .data import Examples
 from .given import Given, converted, open_given
@@ -275,7 +276,7 @@ def needs_for(settings: TrainSettings, student: Student) -> NeedsOf:
 def warn_of_few(settings: TrainSettings, examples: Examples) -> None:
     """Say that a fresh drafter of blocks needs more answers, and where there are others."""
     num = sum(example.num_answer for example in examples.train)
-    if num < block.ENOUGH and mx.distributed.init().rank() == 0:
+    if num < block.ENOUGH and is_first():
         name, published = drafters_for([settings.model])
         known = f", such as {' or '.join(published[:3])} for {name}" if published else ""
         print(

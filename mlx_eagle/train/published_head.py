@@ -10,6 +10,7 @@ import mlx.nn as nn
 from ..convert.checkpoint import DraftCheckpoint
 from ..convert.families import canonical
 from ..convert.head_config import resolve
+from ..convert.vocabulary import vocabulary_maps
 from ..drafters.config import Eagle3Config, VocabularyFields
 from ..drafters.target_parts import find_embedding, rows_of_lm_head
 from .block import layer_values
@@ -47,7 +48,7 @@ def published_files(
     if came is not None and found is not None:
         return dict(came.config), found
     c = student.head.config
-    if any(getattr(c, x.name) != x.default for x in fields(c) if x.name not in SAID):
+    if c.unsaid(SAID):
         return None
     arrays = {name: array.astype(student.dtype) for name, array in own.items()}
     if c.lm_head_source != "file":
@@ -59,10 +60,7 @@ def published_files(
     if MASKED_FEATURES in arrays:
         arrays[MASKED_FEATURES] = arrays[MASKED_FEATURES][None, None]
     if c.has_d2t:
-        ids = student.ids.astype(mx.int64)
-        arrays["d2t"] = ids - mx.arange(len(ids), dtype=mx.int64)
-        arrays["t2d"] = mx.zeros(c.vocab_size, mx.bool_)
-        arrays["t2d"][ids] = True
+        arrays |= vocabulary_maps(student.ids, c.vocab_size)
     return published_config(c, student.taps), arrays
 
 

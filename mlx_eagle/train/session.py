@@ -12,6 +12,7 @@ from ..drafters.kinds import KINDS
 from ..drafters.target_parts import find_embedding
 from ..system.device import weight_bytes
 from ..system.hub import locate
+from ..system.ranks import is_first
 from ..system.stop_signals import StopSignals
 from .data import check_data, read_examples
 from .given import AUTO, Given, known_drafter, open_given
@@ -115,8 +116,3 @@ def _check_output(output: Path, settings: TrainSettings, found: Path | None) -> 
         )
     if any(output.glob("*.safetensors")):
         raise ValueError(f"{output} is there already: give another --output.")
-
-
-def is_first() -> bool:
-    """Return whether this is the rank that speaks and writes."""
-    return mx.distributed.init().rank() == 0
