@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> None:
             )
     if is_first():
         prepare_folder(args.out)
-    prepare_device()
+    prepare_device(args.exact)
     machine = conditions.machine()  # before the run, which would show in the load of the machine
     measurement = open_measurement(args, questions, settings)
     with counting(measurement.num_runs()) as count:

@@ -286,7 +286,7 @@ def load_pair(
 
     Standard error says so where this machine cannot gain from drafting.
     """
-    prepare_device()
+    prepare_device(args.exact)
     bits = args.quantize_draft
     own = None
     # Plain decoding needs no head where the user named none.

@@ -111,7 +111,7 @@ def run(args: argparse.Namespace) -> None:
     access = read_access(args) if is_first() else None
     collector = open_collector(args) if is_first() else None
     cache = open_prompt_cache(args)
-    prepare_device()
+    prepare_device(args.exact)
     if args.num_draft_tokens != 0:
         args.draft_model = default_drafter(args.draft_model, args.model)
     find_drafter(args.draft_model, args.model)

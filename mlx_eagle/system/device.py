@@ -371,14 +371,23 @@ def load_note(load: float | None = None) -> str:
     )
 
 
-def prepare_device() -> None:
-    """Set up the device for drafting; commands call this before the first attention.
+WIDTH = "MLX_BFS_MAX_WIDTH"
+"""Arrays that may wait, in MLX's order of a graph, before it goes depth first: 20 by default."""
+
+BREADTH_FIRST = "1000"  # more than wait in a pass of 16 rows, which need about 100
+
+
+def prepare_device(is_exact: bool = False) -> None:
+    """Set up the device for drafting; commands call this before MLX computes anything.
 
     On CUDA the environment is changed, unless the user has set cuDNN there. Standard error says
-    what was changed, or that drafting cannot gain here.
+    what was changed, or that drafting cannot gain here. ``is_exact``: rows of a pass are plain
+    steps, which MLX is to compute side by side, so that each weight matrix is read once for all.
     """
     if note := blas_note():
         print(note, file=sys.stderr)
+    if is_exact:
+        os.environ.setdefault(WIDTH, BREADTH_FIRST)
     if this_machine().backend == "cuda" and CUDNN not in os.environ:
         os.environ[CUDNN] = "0"
         print(CUDNN_OFF, file=sys.stderr)

@@ -4,7 +4,9 @@ A pass over several rows takes other kernels than one over a single row, and rou
 the model is called with one row after the other, on the caches as plain decoding has them, so that
 all of a row goes through what a plain step goes through: products, attention, experts, norms and
 recurrent updates. Nothing is computed between the calls. MLX runs their graph breadth first, so
-that the rows go through a layer together, more or less: it may still be in the processor's cache.
+that the rows go through each weight matrix one behind the other, and the second finds it in the
+processor's cache; for more than two rows only if the environment lets the graph be so wide, see
+``prepare_device``.
 
 A row of a tree sees its ancestors only, as if they had been all of the text: the caches are put
 back to where its parent left them.

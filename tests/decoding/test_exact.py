@@ -4,6 +4,9 @@ The rows of all passes of a text, those of rejected drafts included, are compare
 mlx-lm's model, which is given the same tokens one by one, each on a copy of its own caches.
 """
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
@@ -221,3 +224,51 @@ def test_installed_it_is_the_default_of_every_call(given, is_exact, monkeypatch)
     assert set(found) == {is_exact}
     assert not mlx_eagle.install().exact
     mlx_eagle.uninstall()
+
+
+ALIVE = """
+import sys
+
+import mlx.core as mx
+from mlx.utils import tree_map
+from mlx_lm.models import llama
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_eagle.system.device import prepare_device
+from mlx_eagle.target_model.row_by_row import checkpoint_of_rows, run_rows
+
+prepare_device(is_exact=sys.argv[1] == "exact")
+size = 128
+sizes = {"hidden_size": size, "intermediate_size": size, "vocab_size": size}
+heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
+others = {"num_hidden_layers": 12, "rms_norm_eps": 1e-5, "model_type": "llama"}
+model = llama.Model(llama.ModelArgs(**sizes, **heads, **others))
+mx.eval(model.parameters())
+cache = make_prompt_cache(model)
+mx.eval(model(mx.array([[1, 2, 3]]), cache=cache))
+made = model.parameters()
+model.update(tree_map(lambda weight: weight * 1.0, made))  # computed when the pass needs it
+run = lambda token: (model(token[None], cache=cache)[0], None)
+logits, _ = run_rows(run, mx.array([3] * 8), None, checkpoint_of_rows(cache, False))
+model.update(made)  # now only the graph holds the others
+before = mx.get_active_memory()
+mx.reset_peak_memory()
+mx.eval(logits)
+print((mx.get_peak_memory() - before) / (4 * size * size))
+"""
+
+
+def test_the_rows_use_each_matrix_one_behind_the_other(tmp_path):
+    """Weights that are made in the pass, and freed behind their last row: how many are at once.
+
+    Of 86 matrices most wait for the last rows where MLX goes on with the first one.
+    """
+    alive = {}
+    for how in ("exact", "as it is"):
+        environment = {k: v for k, v in os.environ.items() if k != "MLX_BFS_MAX_WIDTH"}
+        command = [sys.executable, "-c", ALIVE, how]
+        done = subprocess.run(
+            command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True
+        )
+        alive[how] = float(done.stdout)
+    assert alive["exact"] < 40 and alive["as it is"] > 80, alive
