@@ -8,18 +8,30 @@ drafter, and may be as long as the match before it promises.
 
 from collections.abc import Sequence
 from threading import Lock
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from ..target_model.cache_view import single_caches
 from .acceptance_stats import CopySeen
-from .earlier_answers import EarlierAnswers, Scope
 from .seen_text import NO_MATCH, SeenText, TextMatch
 from .tree import MOST_COPIED
 
 Tokens = Sequence[int] | np.ndarray
+
+Scope = tuple[str | None, ...]
+"""Scope of a request: requests of equal scope may copy from each other's answers."""
+
+
+class OtherTexts(Protocol):
+    """Texts of other requests, such as the ``EarlierAnswers`` of a server."""
+
+    def match(self, scope: Scope, end: np.ndarray, size: int) -> TextMatch:
+        """Find the longest match of a text's ``end`` among the texts of a scope."""
+
+    def add(self, scope: Scope, tokens: Sequence[int]) -> None:
+        """Keep a text that has ended."""
 
 
 class Copies:
@@ -29,7 +41,7 @@ class Copies:
     a plain step that the host has not read yet.
     """
 
-    def __init__(self, text: SeenText, answers: EarlierAnswers | None = None, scope: Scope = ()):
+    def __init__(self, text: SeenText, answers: OtherTexts | None = None, scope: Scope = ()):
         self.text = text
         self.num_unread = 0
         self._answers = answers
@@ -87,7 +99,7 @@ class CopySource:
     """
 
     def __init__(self) -> None:
-        self.answers: EarlierAnswers | None = None
+        self.answers: OtherTexts | None = None
         self._texts: WeakKeyDictionary[Any, np.ndarray] = WeakKeyDictionary()
         self._lock = Lock()
 

@@ -6,15 +6,13 @@ from threading import Lock
 
 import numpy as np
 
+from .copies import Scope
 from .seen_text import GAP, NO_MATCH, SeenText, TextMatch
 
 DEFAULT_BOUND = 65_536  # tokens in all scopes together, 256 KB
 LEAST_ANSWER = 32  # tokens: shorter answers are not kept
 LEAST_LENGTH = 4  # tokens that a match in another answer must have
 MOST_SCOPES = 16
-
-Scope = tuple[str | None, ...]
-"""Scope of a request: requests of equal scope may copy from each other's answers."""
 
 
 @dataclass

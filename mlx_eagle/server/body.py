@@ -20,7 +20,7 @@ from mlx_lm.server import (
 
 from ..decoding.rules import RULES, check_rule_for_sampling
 from ..decoding.setup import AUTO, read_tree
-from ..drafters.earlier_answers import Scope
+from ..drafters.copies import Scope
 from ..structured import Grammar
 from ..system.fields import check_type, type_of
 from .grammars import Constraint, read_constraint

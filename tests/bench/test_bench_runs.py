@@ -169,6 +169,7 @@ def test_the_peak_of_a_woven_run_is_its_own(tiny):
     prompt = tiny.tokenizer.encode("Hello there " * 40)
     configurations = [PLAIN, *of_tiny(sizes=(2,))]
     gc.collect()  # what tests before this one left is not to be freed in its midst
+    mx.synchronize()
     before = mx.get_active_memory()
     alone = [
         runner.run_once(tiny, configuration, prompt, 24).peak_bytes

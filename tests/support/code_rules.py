@@ -211,7 +211,7 @@ def words(path: Path) -> Iterator[Place]:
 EAGLE = ("eagle3", "head", "head_cache", "head_weights", "config", "feature_drafter")
 SHARED_BY_DRAFTERS = (
     "base", "tree", "acceptance_stats", "folder", "target_parts",
-    "copies", "seen_text", "earlier_answers", "kind", "quantize", "output_rows",
+    "copies", "seen_text", "kind", "quantize", "output_rows",
     "batch_drafter",  # an EAGLE head drafts for several requests with it
 )  # fmt: skip
 RINGS = {
