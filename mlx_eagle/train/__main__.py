@@ -1,21 +1,20 @@
 """Command ``mlx_eagle.train``."""
 
 import argparse
-import types
 from collections.abc import Sequence
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import yaml
 from mlx_lm.lora import yaml_loader
 
-from ..system.cli_values import add_version_flag, flag_of, use_plain_words
+from ..system.cli_values import add_version_flag, use_plain_words
 from ..system.exit_codes import run_command
 from .curves import NEEDED, can_draw, draw_curves
 from .log import CSV
 from .session import is_first, run
-from .settings import TrainSettings
+from .settings import TrainSettings, add_flags
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -25,30 +24,9 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add_version_flag(parser)
     parser.add_argument("-c", "--config", help="YAML file with the same settings as the flags.")
-    hints = get_type_hints(TrainSettings)
-    for setting in fields(TrainSettings):
-        parser.add_argument(flag_of(setting.name), **_options(setting, hints[setting.name]))
+    add_flags(parser, TrainSettings)
     use_plain_words(parser)
     return parser
-
-
-def _options(setting: Field[Any], kind: Any) -> dict[str, Any]:
-    """Return argparse's options for the flag of a setting, whose values are of type ``kind``."""
-    text = setting.metadata["help"]
-    shown = setting.default
-    if shown is not MISSING and shown is not None and not isinstance(shown, bool | tuple):
-        text = f"{text.removesuffix('.')} (default {shown})."
-    options: dict[str, Any] = {"default": None, "help": text}
-    if isinstance(kind, types.UnionType):  # str | None
-        kind = get_args(kind)[0]
-    if kind is bool:
-        options["action"] = argparse.BooleanOptionalAction
-    else:
-        options["type"] = setting.metadata.get("type", kind)
-    for key in ("choices", "metavar"):
-        if key in setting.metadata:
-            options[key] = setting.metadata[key]
-    return options
 
 
 def read_config(path: str) -> dict[str, Any]:
@@ -64,13 +42,9 @@ def read_config(path: str) -> dict[str, Any]:
         raise ValueError(f"{path} is not YAML ({err}).") from err
     if not isinstance(values, dict):
         raise ValueError(f"{path} holds no settings: give lines such as `iters: 1000`.")
-    known = {setting.name for setting in fields(TrainSettings)}
     values = {str(key).replace("-", "_"): value for key, value in values.items()}
-    for key in values:
-        if key not in known:
-            raise ValueError(
-                f"{path} sets {key}, which is no setting: see mlx_eagle.train --help."
-            )
+    for key in values.keys() - {each.name for each in fields(TrainSettings)}:
+        raise ValueError(f"{path} sets {key}, which is no setting: see mlx_eagle.train --help.")
     return {key: tuple(v) if isinstance(v, list) else v for key, v in values.items()}
 
 
@@ -93,13 +67,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _run(argv: Sequence[str] | None) -> None:
     report = run(settings_of(argv))
-    if not is_first():
-        return
-    if can_draw():
-        print(f"Its curves are in {draw_curves(report.output)}.")
-    else:
-        table = report.output / CSV
-        print(f"Its figures are in {table}; curves of them need matplotlib: {NEEDED}.")
+    if is_first():
+        there = (
+            f"Its figures are in {report.output / CSV}; curves of them need matplotlib: {NEEDED}."
+        )
+        print(f"Its curves are in {draw_curves(report.output)}." if can_draw() else there)
 
 
 if __name__ == "__main__":

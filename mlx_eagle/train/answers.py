@@ -10,8 +10,8 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, fields
-from itertools import groupby, islice
+from dataclasses import dataclass, fields
+from itertools import islice
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -26,8 +26,9 @@ from ..system.cli_values import add_version_flag, use_plain_words
 from ..system.device import prepare_device
 from ..system.exit_codes import run_command
 from ..system.progress import open_bar
-from .data import check_messages, read_rows, reading
-from .settings import TEMPERATURES, AnswerSettings, parse_temperatures
+from ..system.ranks import is_first
+from .data import DataRow, check_messages, read_rows, reading
+from .settings import AnswerSettings, add_flags
 from .teacher import load_target
 
 Messages = list[dict[str, Any]]
@@ -47,10 +48,6 @@ class AnswerCounts:
     cut: int = 0
     too_long: int = 0
 
-    @property
-    def done(self) -> int:
-        return self.found + self.answers + self.too_long
-
 
 @dataclass(frozen=True)
 class _Job:
@@ -62,14 +59,13 @@ class _Job:
     temperature: float
 
 
-def read_prompts(path: Path, tokenizer: TokenizerWrapper | None = None) -> list[Messages]:
+def read_prompts(path: Path) -> list[tuple[DataRow, Messages]]:
     """Read the conversations of a JSONL file, each up to where the target is to answer.
 
     A row has ``prompt`` (a text) or ``messages``; an answer at the end of ``messages`` is left
-    out, because the target gives its own. ValueError names a line that has neither, or that the
-    ``tokenizer``, if there is one, cannot make a prompt of.
+    out, because the target gives its own. ValueError names a line that has neither.
     """
-    conversations = []
+    found = []
     for row in read_rows(path):
         if isinstance(row.fields.get("prompt"), str):
             messages = [{"role": "user", "content": row.fields["prompt"]}]
@@ -82,51 +78,16 @@ def read_prompts(path: Path, tokenizer: TokenizerWrapper | None = None) -> list[
                 f'{row.where} has neither "prompt" nor "messages" that end with a '
                 "user's: give one of them on every line."
             )
-        if tokenizer is not None:
-            with reading(row):
-                _encoded(tokenizer, messages)
-        conversations.append(messages)
-    return conversations
+        found.append((row, messages))
+    return found
 
 
-def _encoded(tokenizer: TokenizerWrapper, messages: Messages) -> list[int]:
-    """Encode a conversation as the prompt for its next answer."""
-    return list(
-        tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    )
-
-
-def answer_prompts(
-    model: nn.Module,
-    tokenizer: TokenizerWrapper,
-    prompts: Sequence[Messages],
-    output: Path,
-    settings: AnswerSettings,
-) -> Iterator[AnswerCounts]:
-    """Answer every prompt at every temperature, and append the answers to ``output``.
-
-    A row of the file is a conversation that mlx-lm's own training reads (``messages``), with the
-    very tokens that the target read and wrote (``tokens``; the first ``prompt_length`` are the
-    prompt's). Every answer is written as soon as it is complete. To continue a run that was
-    stopped, answers that are in the file are not given again, and a last line that was cut short
-    is removed. Yields the counts, always the same object, at first and after each step.
-    """
-    done = _keys_in(output)
-    counts = AnswerCounts(found=len(done))
-    yield counts
-    jobs = _jobs(tokenizer, prompts, settings, done, counts)
-    with output.open("a", encoding="utf-8") as file:
-        for number, block in enumerate(_blocks(jobs, 8 * settings.rows)):
-            mx.random.seed(settings.seed + counts.found + number)
-            for step in _steps(model, tokenizer, block, settings):
-                for job, answer, reason in step:
-                    counts.tokens += 1
-                    if reason is not None:
-                        file.write(_line(tokenizer, job, answer, reason))
-                        file.flush()
-                        counts.answers += 1
-                        counts.cut += reason == "length"
-                yield counts
+def _encoded(tokenizer: TokenizerWrapper, row: DataRow, messages: Messages) -> list[int]:
+    """Encode a row's conversation as the prompt for its next answer."""
+    with reading(row):
+        return list(
+            tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        )
 
 
 def _keys_in(output: Path) -> set[str]:
@@ -152,49 +113,37 @@ def _keys_in(output: Path) -> set[str]:
     return keys
 
 
-def _jobs(
-    tokenizer: TokenizerWrapper,
-    prompts: Sequence[Messages],
-    settings: AnswerSettings,
-    done: set[str],
-    counts: AnswerCounts,
-) -> Iterator[_Job]:
+def _blocks(
+    questions: Sequence[tuple[Messages, list[int]]], settings: AnswerSettings, done: set[str]
+) -> Iterator[list[_Job]]:
     """Yield the answers still to give, in an order in which every part is a fair sample.
 
-    Prompts are shuffled, and each is answered once before any is answered twice.
+    Prompts are shuffled, and each is answered once before any is answered twice. A block is at one
+    temperature: rows that share a sampler are sampled at once.
     """
-    order = list(range(len(prompts)))
+    order = list(range(len(questions)))
     Random(settings.seed).shuffle(order)
-    temperatures = settings.temperatures
-    block = 8 * settings.rows  # of one temperature: rows that share a sampler are sampled at once
-    for turn in range(len(temperatures)):
-        for place, index in enumerate(order):
-            temperature = temperatures[(place // block + turn) % len(temperatures)]
-            key = f"{index}@{temperature}"
-            if key in done:
-                continue
-            messages = prompts[index]
-            tokens = _encoded(tokenizer, messages)
-            if len(tokens) > settings.max_prompt_tokens:
-                counts.too_long += 1
-                continue
-            yield _Job(key, messages, tokens, temperature)
+    temps = settings.temps
+    size = 8 * settings.rows
+    for turn in range(len(temps)):
+        for number, start in enumerate(range(0, len(order), size)):
+            temp = temps[(number + turn) % len(temps)]
+            keys = {f"{index}@{temp}": questions[index] for index in order[start : start + size]}
+            block = [
+                _Job(key, messages, tokens, temp)
+                for key, (messages, tokens) in keys.items()
+                if key not in done and len(tokens) <= settings.max_prompt_tokens
+            ]
+            if block:
+                yield block
 
 
-def _blocks(jobs: Iterator[_Job], size: int) -> Iterator[list[_Job]]:
-    """Group jobs that follow each other at one temperature, ``size`` at most."""
-    for _, run in groupby(jobs, key=lambda job: job.temperature):
-        while block := list(islice(run, size)):
-            yield block
-
-
-def _steps(
+def _answers(
     model: nn.Module, tokenizer: TokenizerWrapper, block: list[_Job], settings: AnswerSettings
-) -> Iterator[list[tuple[_Job, list[int], str | None]]]:
+) -> Iterator[tuple[_Job, list[int], str]]:
     """Answer jobs at one temperature, ``rows`` at once.
 
-    Yields after each step the jobs that have a new token, each with its answer so far and the
-    reason why it ended, or None.
+    Yields each job when it is done, with the tokens of its answer and the reason why they ended.
     """
     generator = BatchGenerator(
         model,
@@ -211,20 +160,17 @@ def _steps(
         while True:
             # New rows copy the cache of the whole batch, so half of them join at a time.
             if len(running) <= settings.rows // 2:
-                joining = list(islice(waiting, settings.rows - len(running)))
-                if joining:
-                    uids = generator.insert([job.tokens for job in joining])
-                    running |= {uid: (job, []) for uid, job in zip(uids, joining, strict=True)}
+                for job in islice(waiting, settings.rows - len(running)):
+                    (uid,) = generator.insert([job.tokens])
+                    running[uid] = (job, [])
             if not running:
                 return
-            step = []
             for response in generator.next_generated():
                 job, answer = running[response.uid]
                 answer.append(response.token)
-                step.append((job, answer, response.finish_reason))
                 if response.finish_reason is not None:
                     del running[response.uid]
-            yield step
+                    yield job, answer, response.finish_reason
 
 
 def _line(tokenizer: TokenizerWrapper, job: _Job, answer: list[int], reason: str) -> str:
@@ -249,35 +195,52 @@ def answer_file(
     settings: AnswerSettings,
     report_seconds: float = 30.0,
 ) -> AnswerCounts:
-    """Answer the prompts of a file into another, and print how far it is.
+    """Answer every prompt of a file at every temperature, and append the answers to ``output``.
 
-    If no bar can be drawn, a line is printed every ``report_seconds``.
+    A row of that is a conversation that mlx-lm's own training reads (``messages``), with the very
+    tokens that the target read and wrote (``tokens``; the first ``prompt_length`` are the
+    prompt's). Every answer is written as soon as it is complete, and those that are there already
+    are not given again. If no bar can be drawn, a line is printed every ``report_seconds``.
     """
-    conversations = read_prompts(prompts, tokenizer)
-    total = len(conversations) * len(settings.temperatures)
+    read = read_prompts(prompts)
+    questions = [(messages, _encoded(tokenizer, row, messages)) for row, messages in read]
+    total = len(questions) * len(settings.temps)
     print(f"The target gives {total} answers to the prompts of {prompts}.", flush=True)
+    done = _keys_in(output)
+    num_long = sum(len(tokens) > settings.max_prompt_tokens for _, tokens in questions)
+    counts = AnswerCounts(len(done), too_long=num_long * len(settings.temps))
     begun = time.perf_counter()
     said = begun
-    with open_bar(total, "Answering", "answer") as bar:
-        try:
-            for counts in answer_prompts(model, tokenizer, conversations, output, settings):
-                now = time.perf_counter()
-                speed = f"{counts.tokens / (now - begun):.0f} tokens/s"
-                bar.set_postfix_str(speed, refresh=False)
-                bar.update(counts.done - bar.n)
-                if bar.disable and now - said >= report_seconds:
-                    said = now
-                    print(f"{counts.done} of {total} answers, {speed}.", flush=True)
-        except OSError as err:
-            raise ValueError(
-                f"{output} cannot be written to ({err.strerror or err}): the answers so far stay; "
-                "make room, and the same command goes on behind them."
-            ) from err
-    seconds = time.perf_counter() - begun
+    bar = open_bar(total, "Answering", "answer")
+    try:
+        with bar, output.open("a", encoding="utf-8") as file:
+            bar.update(counts.found + counts.too_long)
+            for number, block in enumerate(_blocks(questions, settings, done)):
+                mx.random.seed(settings.seed + counts.found + number)
+                for job, answer, reason in _answers(model, tokenizer, block, settings):
+                    file.write(_line(tokenizer, job, answer, reason))
+                    file.flush()
+                    counts.answers += 1
+                    counts.tokens += len(answer)
+                    counts.cut += reason == "length"
+                    now = time.perf_counter()
+                    speed = f"{counts.tokens / (now - begun):.0f} tokens/s"
+                    bar.set_postfix_str(speed, refresh=False)
+                    bar.update()
+                    if bar.disable and now - said >= report_seconds:
+                        said = now
+                        num = counts.found + counts.answers + counts.too_long
+                        print(f"{num} of {total} answers, {speed}.", flush=True)
+    except OSError as err:
+        raise ValueError(
+            f"{output} cannot be written to ({err.strerror or err}): the answers so far stay; "
+            "make room, and the same command goes on behind them."
+        ) from err
+    speed = f"{counts.tokens / (time.perf_counter() - begun):.0f} tokens/s"
     print(
-        f"{counts.answers} answers of {counts.tokens} tokens in {output}, "
-        f"{counts.tokens / seconds:.0f} tokens/s; {counts.found} were there before, {counts.cut} "
-        f"ran into the limit, {counts.too_long} prompts were too long."
+        f"{counts.answers} answers of {counts.tokens} tokens in {output}, {speed}; "
+        f"{counts.found} were there before, {counts.cut} ran into the limit, {counts.too_long} "
+        "prompts were too long."
     )
     return counts
 
@@ -296,11 +259,9 @@ def regenerate(
     source = Path(data).expanduser()
     if not (source / "train.jsonl").is_file():
         raise ValueError(f"{data} has no train.jsonl: --regenerate takes its prompts from there.")
-    world = mx.distributed.init()
-    if world.rank() == 0:
-        for name in ("train.jsonl", "valid.jsonl"):
-            if (source / name).is_file():
-                answer_file(model, tokenizer, source / name, folder / name, settings)
+    for name in ("train.jsonl", "valid.jsonl") if is_first() else ():
+        if (source / name).is_file():
+            answer_file(model, tokenizer, source / name, folder / name, settings)
     mx.eval(mx.distributed.all_sum(mx.array(0), stream=mx.cpu))
     return folder
 
@@ -318,19 +279,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--output", required=True, help="JSONL to write or to go on with: DATA/train.jsonl.")
     add("--adapter-path", help="Adapters of the target, as mlx_lm.lora writes them.")
     add("--trust-remote-code", action="store_true", help="Let the target bring code of its own.")
-    shown = ",".join(map(str, TEMPERATURES))
-    add(
-        "--temps",
-        dest="temperatures",
-        type=parse_temperatures,
-        metavar="T,T",
-        help=f"Every prompt is answered once at each of these temperatures (default {shown}).",
-    )
-    add("--max-tokens", type=int, help="Most tokens of an answer.")
-    add("--max-prompt-tokens", type=int, help="Longer prompts are passed over.")
-    add("--rows", type=int, help="Answers that are decoded at once.")
-    add("--seed", type=int, help="Seed of the order and of the sampling.")
-    parser.set_defaults(**asdict(AnswerSettings()))
+    add_flags(parser, AnswerSettings)
     use_plain_words(parser)
     return parser
 
@@ -340,8 +289,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = make_parser().parse_args(argv)
 
     def answer() -> None:
-        names = (each.name for each in fields(AnswerSettings))
-        settings = AnswerSettings(**{name: getattr(args, name) for name in names})
+        given = {each.name: getattr(args, each.name) for each in fields(AnswerSettings)}
+        settings = AnswerSettings(**{k: v for k, v in given.items() if v is not None})
         prompts = Path(args.prompts).expanduser()
         read_prompts(prompts)  # before the model, which takes a while
         prepare_device()

@@ -1,18 +1,13 @@
-"""Settings of a training run, each with its default, and the values that are refused."""
+"""Settings of a training run, each with its flag and default, and the values that are refused."""
 
+import argparse
+import math
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import mlx.core as mx
 
-from ..system.cli_values import (
-    LARGEST,
-    Range,
-    check_ranges,
-    flag_of,
-    layer_numbers,
-    read_number,
-)
+from ..system.cli_values import LARGEST, Range, check_choice, flag_of, layer_numbers, read_number
 from ..system.device import DTYPES
 
 MIXED = ("ce", "kl", "tv", "l1")
@@ -78,41 +73,73 @@ class LossSettings:
         return max(self.kept**step, LEAST_KEPT)
 
 
-@dataclass(frozen=True)
-class AnswerSettings:
-    """Settings of answers: each prompt gets one at every temperature, ``rows`` of them at once.
-
-    Prompts of more than ``max_prompt_tokens`` are skipped.
-    """
-
-    temperatures: tuple[float, ...] = TEMPERATURES
-    max_tokens: int = 512
-    max_prompt_tokens: int = 1024
-    rows: int = 32
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("max_tokens", "max_prompt_tokens", "rows"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}: give 1 or more.")
-        if not self.temperatures or min(self.temperatures) < 0:
-            raise ValueError(
-                f"temperatures are {list(self.temperatures)}: give one or more, none below 0."
-            )
-
-
 def parse_temperatures(text: str) -> tuple[float, ...]:
     """Parse the value of a flag: 0,0.6,1 -> (0.0, 0.6, 1.0)."""
     return tuple(read_number(float, part) for part in text.split(","))
 
 
-def setting(default: Any, text: str, **options: Any) -> Any:
+TEMPS = {"type": parse_temperatures, "metavar": "T,T"}
+POSITIVE = (math.ulp(0.0), math.inf, "more than 0")
+
+
+def setting(default: Any, text: str, least: int | None = None, **options: Any) -> Any:
     """Make a field with the help text of its flag.
 
-    ``options``: ``choices``, ``type`` and ``metavar`` are argparse's; ``least`` is the smallest
-    number that is taken.
+    ``options``: ``choices``, ``type`` and ``metavar`` are argparse's; ``range`` are the smallest
+    and the largest number that is taken, and words for both, ``least`` only the smallest.
     """
+    if least is not None:
+        options["range"] = (least, LARGEST, f"{least} or more")
     return field(default=default, metadata={"help": text, **options})
+
+
+def add_flags(parser: argparse.ArgumentParser, settings: type) -> None:
+    """Add a flag for each field of ``settings``; none has a default of its own."""
+    hints = get_type_hints(settings)
+    for each in fields(settings):
+        kind = (*get_args(hints[each.name]), hints[each.name])[0]
+        text = each.metadata["help"]
+        shown = each.default
+        if shown is not MISSING and shown is not None and not isinstance(shown, bool | tuple):
+            text = f"{text.removesuffix('.')} (default {shown})."
+        options = {k: v for k, v in each.metadata.items() if k in ("type", "choices", "metavar")}
+        if kind is bool:
+            options["action"] = argparse.BooleanOptionalAction
+        else:
+            options.setdefault("type", kind)
+        parser.add_argument(flag_of(each.name), default=None, help=text, **options)
+
+
+def check_values(settings: Any) -> None:
+    """Raise ValueError for a number that is out of its range, or a value that is no choice."""
+    for each in fields(settings):
+        value = getattr(settings, each.name)
+        if value is not None and "range" in each.metadata:
+            Range(each.name, *each.metadata["range"]).check(value)
+        if "choices" in each.metadata:
+            check_choice(each.name, value, each.metadata["choices"])
+
+
+@dataclass(frozen=True)
+class AnswerSettings:
+    """Settings of answers: each prompt gets one at every temperature, ``rows`` of them at once."""
+
+    temps: tuple[float, ...] = setting(
+        TEMPERATURES,
+        "Temperatures at each of which every prompt is answered (default 0,0.6,1).",
+        **TEMPS,
+    )
+    max_tokens: int = setting(512, "Most tokens of an answer.", least=1)
+    max_prompt_tokens: int = setting(1024, "Longer prompts are passed over.", least=1)
+    rows: int = setting(32, "Answers that are decoded at once.", least=1)
+    seed: int = setting(0, "Seed of the order and of the sampling.")
+
+    def __post_init__(self) -> None:
+        check_values(self)
+        if not self.temps or min(self.temps) < 0:
+            raise ValueError(
+                f"temperatures are {list(self.temps)}: give one or more, none below 0."
+            )
 
 
 @dataclass(frozen=True)
@@ -128,9 +155,7 @@ class TrainSettings:
         MISSING,
         "Folder with train.jsonl (and valid.jsonl), or a hub data set, as mlx_lm.lora takes.",
     )
-    output: str = setting(
-        MISSING, "Folder for the head, its checkpoints, training.csv and a picture of its curves."
-    )
+    output: str = setting(MISSING, "Folder for the head, its checkpoints, and how it went.")
     init: str | None = setting(
         None,
         "Begin with this drafter, in any form that mlx_eagle.convert reads, or converted; mtp: "
@@ -143,12 +168,10 @@ class TrainSettings:
         "peagle makes one of an EAGLE-3 head.",
     )
     fine_tune_type: str = setting(
-        "full",
-        "full: all weights are trained; lora: small matrices beside them.",
-        choices=("full", "lora"),
+        "full", "Train all weights, or small matrices beside them.", choices=("full", "lora")
     )
     lora_rank: int = setting(16, "Rank of the matrices of lora.", least=1)
-    lora_scale: float = setting(1.0, "Factor of what the matrices of lora add.")
+    lora_scale: float = setting(1.0, "Factor of what the matrices of lora add.", range=POSITIVE)
     train_embeddings: bool = setting(
         False, "Train an assistant's table, too: it then drafts from its whole vocabulary."
     )
@@ -164,26 +187,25 @@ class TrainSettings:
     mask_prompt: bool = setting(True, "Learn from answers only (the default).")
     iters: int = setting(1000, "Batches to train for.", least=0)
     batch_size: int = setting(8, "Sequences per batch, of all machines together.", least=1)
-    learning_rate: float | None = setting(None, "Peak of the learning rate (default: by kind).")
+    learning_rate: float | None = setting(
+        None, "Peak of the learning rate (default: by kind).", range=POSITIVE
+    )
     warmup: float | None = setting(
-        None, "Share of all steps in which the learning rate rises (default: by kind)."
+        None,
+        "Share of all steps in which the learning rate rises (default: by kind).",
+        range=(0, math.nextafter(1, 0), "a share of all steps, below 1"),
     )
     weight_decay: float = setting(0.0, "Weight decay of AdamW.")
     max_grad_norm: float | None = setting(
-        None, "Gradients are clipped to this norm (default: by kind)."
+        None, "Gradients are clipped to this norm (default: by kind).", range=POSITIVE
     )
     max_seq_length: int = setting(2048, "Longer sequences are cut.", least=8)
     grad_checkpoint: bool | None = setting(
-        None,
-        "Compute activations again rather than keep them: less memory, more time (default: where "
-        "the memory asks for it).",
+        None, "Compute activations again, not keep them (default: where the memory asks for it)."
     )
     grad_accumulation_steps: int = setting(1, "Batches per step of the optimizer.", least=1)
     ttt_steps: int | None = setting(
-        None,
-        "Steps of the training-time test: how many drafts in a row are trained (default: by "
-        "kind).",
-        least=1,
+        None, "Drafts in a row that are trained, each after the last (default: by kind).", least=1
     )
     depths: int | None = setting(
         None, "Tokens in a row that a P-EAGLE head learns to draft at once (default 8).", least=1
@@ -215,10 +237,7 @@ class TrainSettings:
         None, "Slots of a fresh drafter's block (default 16).", least=2
     )
     mask_token_id: int | None = setting(
-        None,
-        "Token of the masked slots of a fresh drafter (default: the last that the tokenizer does "
-        "not know).",
-        least=0,
+        None, "Token of a fresh drafter's masked slots (default: one of no text).", least=0
     )
     position_weights: str | None = setting(
         None,
@@ -226,7 +245,9 @@ class TrainSettings:
         "exp(-k / gamma) (default: by kind).",
         choices=("dpace", "decay"),
     )
-    gamma: float | None = setting(None, "Positions in which decay falls by e (default: by block).")
+    gamma: float | None = setting(
+        None, "Positions in which decay falls by e (default: by block).", range=POSITIVE
+    )
     loss_divisor: str | None = setting(
         None,
         "Divisor of a block's losses: the sum of weights, the number of rows, or of texts "
@@ -253,9 +274,7 @@ class TrainSettings:
         None, "Width of a fresh head's MLP (default: the target's)."
     )
     steps_per_report: int = setting(10, "Batches between two lines about the loss.", least=1)
-    steps_per_eval: int = setting(
-        200, "Batches between two evaluations on held-out data.", least=1
-    )
+    steps_per_eval: int = setting(200, "Batches between two evaluations.", least=1)
     save_every: int = setting(100, "Batches between two checkpoints.", least=1)
     val_batches: int = setting(25, "Batches to evaluate on; -1 is all that is held out.", least=-1)
     test_prompts: int = setting(
@@ -270,20 +289,19 @@ class TrainSettings:
         None, "Keep what the target says of each sequence here, for more epochs."
     )
     cache_bits: int | None = setting(
-        None, "Bits of a number of --cache-features: 8 is half its size (default: as it is)."
+        None,
+        "Bits of a number of --cache-features: 8 is half its size (default: as it is).",
+        range=(CACHE_BITS, CACHE_BITS, f"{CACHE_BITS}, or leave it out"),
     )
     resume: bool = setting(False, "Go on from the last checkpoint in --output.")
     regenerate: bool = setting(
         False, "Learn from the target's own answers to the data's prompts, made first."
     )
     answer_temps: tuple[float, ...] = setting(
-        TEMPERATURES,
-        "Temperatures of these answers (default 0,0.6,1).",
-        type=parse_temperatures,
-        metavar="T,T",
+        TEMPERATURES, "Temperatures of these answers (default 0,0.6,1).", **TEMPS
     )
-    answer_tokens: int = setting(512, "Most tokens of such an answer.")
-    answer_rows: int = setting(32, "Answers that are decoded at once.")
+    answer_tokens: int = setting(512, "Most tokens of such an answer.", least=1)
+    answer_rows: int = setting(32, "Answers that are decoded at once.", least=1)
     quantize: bool = setting(False, "Quantize the finished head.")
     q_bits: int | None = setting(
         None, "Bits of a weight (default: 4; fusion and output matrix 6)."
@@ -291,22 +309,7 @@ class TrainSettings:
     q_group_size: int = setting(64, "Weights that share a scale.")
 
     def __post_init__(self) -> None:
-        ranges = [
-            Range(x.name, x.metadata["least"], LARGEST, f"{x.metadata['least']} or more")
-            for x in fields(self)
-            if "least" in x.metadata and getattr(self, x.name) is not None
-        ]
-        check_ranges(self, ranges)
-        for name in ("learning_rate", "max_grad_norm", "gamma", "lora_scale"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{flag_of(name)} is {value}: give more than 0.")
-        if self.warmup is not None and not 0 <= self.warmup < 1:
-            raise ValueError(f"--warmup is {self.warmup}: give a share of all steps, below 1.")
-        if self.cache_bits not in (None, CACHE_BITS):
-            raise ValueError(
-                f"--cache-bits is {self.cache_bits}: give {CACHE_BITS}, or leave it out."
-            )
+        check_values(self)
         if self.cache_bits is not None and self.cache_features is None:
             raise ValueError("--cache-bits is about what --cache-features keeps: give both.")
         # Both refuse values of their own.
@@ -327,7 +330,7 @@ class TrainSettings:
 
     def answers(self) -> AnswerSettings:
         return AnswerSettings(
-            temperatures=self.answer_temps,
+            temps=self.answer_temps,
             max_tokens=self.answer_tokens,
             max_prompt_tokens=self.max_seq_length,
             rows=self.answer_rows,

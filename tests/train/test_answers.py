@@ -11,13 +11,12 @@ from training import chats, small_files, write_target
 from mlx_eagle.train.answers import (
     AnswerSettings,
     answer_file,
-    answer_prompts,
     main,
     read_prompts,
 )
 
 PROMPTS = [row["messages"][:-1] for row in chats(7)]
-SETTINGS = AnswerSettings(temperatures=(0.0, 1.0), max_tokens=9, rows=3)
+SETTINGS = AnswerSettings(temps=(0.0, 1.0), max_tokens=9, rows=3)
 
 
 @pytest.fixture(scope="module")
@@ -25,14 +24,21 @@ def folder(tmp_path_factory) -> Path:
     return write_target(tmp_path_factory.mktemp("answers") / "target")
 
 
+@pytest.fixture
+def prompts(tmp_path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"messages": m}) + "\n" for m in PROMPTS))
+    return path
+
+
 def rows_in(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_greedy_answers_are_mlx_lms_own(folder, tmp_path):
+def test_greedy_answers_are_mlx_lms_own(folder, prompts, tmp_path):
     model, tokenizer = mlx_lm.load(str(folder))
     output = tmp_path / "answers.jsonl"
-    *_, counts = answer_prompts(model, tokenizer, PROMPTS, output, SETTINGS)
+    counts = answer_file(model, tokenizer, prompts, output, SETTINGS)
     rows = rows_in(output)
     assert counts.answers == len(rows) == 14
     greedy = {row["key"]: row for row in rows if row["temperature"] == 0}
@@ -44,10 +50,8 @@ def test_greedy_answers_are_mlx_lms_own(folder, tmp_path):
         assert row["messages"][-1]["content"] == tokenizer.decode(row["tokens"][size:])
 
 
-def test_without_a_terminal_lines_say_how_far_it_is(folder, tmp_path, capsys):
+def test_without_a_terminal_lines_say_how_far_it_is(folder, prompts, tmp_path, capsys):
     model, tokenizer = mlx_lm.load(str(folder))
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"messages": m}) + "\n" for m in PROMPTS))
     answer_file(model, tokenizer, prompts, tmp_path / "answers.jsonl", SETTINGS, 0.0)
     said = capsys.readouterr().out.splitlines()
     assert said[0] == f"The target gives 14 answers to the prompts of {prompts}."
@@ -56,13 +60,13 @@ def test_without_a_terminal_lines_say_how_far_it_is(folder, tmp_path, capsys):
     assert said[-1].startswith("14 answers of 126 tokens")
 
 
-def test_a_file_cut_short_is_gone_on_with(folder, tmp_path):
+def test_a_file_cut_short_is_gone_on_with(folder, prompts, tmp_path):
     model, tokenizer = mlx_lm.load(str(folder))
     output = tmp_path / "answers.jsonl"
-    list(answer_prompts(model, tokenizer, PROMPTS, output, SETTINGS))
+    answer_file(model, tokenizer, prompts, output, SETTINGS)
     lines = output.read_text().splitlines(keepends=True)
     output.write_text("".join(lines[:5]) + lines[5][:40])
-    *_, counts = answer_prompts(model, tokenizer, PROMPTS, output, SETTINGS)
+    counts = answer_file(model, tokenizer, prompts, output, SETTINGS)
     assert (counts.found, counts.answers) == (5, 9)
     rows = rows_in(output)
     assert len({row["key"] for row in rows}) == len(rows) == 14
@@ -77,7 +81,7 @@ def test_the_command_reads_and_refuses(folder, tmp_path, capsys):
     main([*command, "--temps", "0", "--max-tokens", "5"])
     assert "2 answers of 10 tokens" in capsys.readouterr().out
     assert len(rows_in(output)) == 2
-    assert read_prompts(prompts)[1] == chats(1)[0]["messages"][:-1]
+    assert read_prompts(prompts)[1][1] == chats(1)[0]["messages"][:-1]
     prompts.write_text('{"question": "one"}\n')
     with pytest.raises(SystemExit) as stop:
         main(command)
