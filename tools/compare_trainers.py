@@ -36,7 +36,7 @@ from transformers import LlamaConfig
 from mlx_eagle.drafters.head_weights import fuse_weights, split_weights
 from mlx_eagle.train.answers import regenerate
 from mlx_eagle.train.batches import BatchOrder, TokenBatch, make_batch
-from mlx_eagle.train.data import read_examples
+from mlx_eagle.train.data import read_data, read_examples
 from mlx_eagle.train.draft_vocabulary import resized_vocabulary
 from mlx_eagle.train.eagle3 import Eagle3Recipe
 from mlx_eagle.train.evaluation import Evaluation, evaluate
@@ -174,7 +174,8 @@ def compare(settings: TrainSettings, report=lambda line: None) -> Comparison:
     if settings.regenerate:
         answers = Path(settings.output) / "answers"
         data = str(regenerate(data, answers, model, tokenizer, settings.answers()))
-    examples = read_examples(data, tokenizer, config["vocab_size"], settings.max_seq_length)
+    rows = read_data(data)
+    examples = read_examples(rows, tokenizer, config["vocab_size"], settings.max_seq_length)
     if settings.init is not None:
         student = student_from(settings.init, model, settings.model)
     else:

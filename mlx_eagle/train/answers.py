@@ -27,7 +27,7 @@ from ..system.device import prepare_device
 from ..system.exit_codes import run_command
 from ..system.progress import open_bar
 from ..system.ranks import is_first
-from .data import DataRow, check_messages, read_rows, reading
+from .data import read_rows, reading
 from .settings import AnswerSettings, add_flags
 from .teacher import load_target
 
@@ -59,32 +59,32 @@ class _Job:
     temperature: float
 
 
-def read_prompts(path: Path) -> list[tuple[DataRow, Messages]]:
+def read_prompts(path: Path) -> dict[str, Messages]:
     """Read the conversations of a JSONL file, each up to where the target is to answer.
 
-    A row has ``prompt`` (a text) or ``messages``; an answer at the end of ``messages`` is left
-    out, because the target gives its own. ValueError names a line that has neither.
+    They go by their places in the file. A row has ``prompt`` (a text) or ``messages``; an answer
+    at the end of ``messages`` is left out, because the target gives its own. ValueError names a
+    line that has neither.
     """
-    found = []
-    for row in read_rows(path):
-        if isinstance(row.fields.get("prompt"), str):
-            messages = [{"role": "user", "content": row.fields["prompt"]}]
-        else:
-            messages = check_messages(row) if "messages" in row.fields else []
+    found = {}
+    for where, row in read_rows(path).items():
+        messages = row.get("messages", [])
+        if "prompt" in row:
+            messages = [{"role": "user", "content": row["prompt"]}]
         while messages and messages[-1]["role"] == "assistant":
             messages = messages[:-1]
         if not messages:
             raise ValueError(
-                f'{row.where} has neither "prompt" nor "messages" that end with a '
-                "user's: give one of them on every line."
+                f'{where} has neither "prompt" nor "messages" that end with a user\'s: give one '
+                "of them on every line."
             )
-        found.append((row, messages))
+        found[where] = messages
     return found
 
 
-def _encoded(tokenizer: TokenizerWrapper, row: DataRow, messages: Messages) -> list[int]:
+def _encoded(tokenizer: TokenizerWrapper, where: str, messages: Messages) -> list[int]:
     """Encode a row's conversation as the prompt for its next answer."""
-    with reading(row):
+    with reading(where):
         return list(
             tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         )
@@ -202,8 +202,8 @@ def answer_file(
     prompt's). Every answer is written as soon as it is complete, and those that are there already
     are not given again. If no bar can be drawn, a line is printed every ``report_seconds``.
     """
-    read = read_prompts(prompts)
-    questions = [(messages, _encoded(tokenizer, row, messages)) for row, messages in read]
+    asked = read_prompts(prompts).items()
+    questions = [(messages, _encoded(tokenizer, where, messages)) for where, messages in asked]
     total = len(questions) * len(settings.temps)
     print(f"The target gives {total} answers to the prompts of {prompts}.", flush=True)
     done = _keys_in(output)

@@ -14,7 +14,7 @@ from ..system.device import weight_bytes
 from ..system.hub import locate
 from ..system.ranks import is_first
 from ..system.stop_signals import StopSignals
-from .data import check_data, read_examples
+from .data import read_data, read_examples
 from .given import AUTO, Given, known_drafter, open_given
 from .kinds import TRAINED, begin, check_kind, check_mask, filled, needs_for, title_of, trained_as
 from .memory import fitting, memory_kept_to
@@ -48,7 +48,7 @@ def _run(settings: TrainSettings, output: Path) -> TrainReport:
     checkpoints = Checkpoints(output, settings.keep_checkpoints)
     found = checkpoints.latest()
     _check_output(output, settings, found)
-    check_data(settings.data)
+    data = read_data(settings.data)
     if settings.init is not None and settings.init not in (AUTO, *KINDS):
         locate(settings.init, CONFIG_FILES)
     of_others = mx.get_active_memory()
@@ -59,12 +59,12 @@ def _run(settings: TrainSettings, output: Path) -> TrainReport:
     _, vocab_size = find_embedding(model)
     settings, given = _begin_with(settings)
     check_mask(settings, given, tokenizer, vocab_size)
-    data = settings.data
     if settings.regenerate:
         from .answers import regenerate  # here, for it is a command as well: python -m
 
-        folder = output / "answers"
-        data = str(regenerate(data, folder, model, tokenizer, settings.answers()))
+        asked = settings.answers()
+        answered = regenerate(settings.data, output / "answers", model, tokenizer, asked)
+        data = read_data(str(answered))
     examples = read_examples(
         data, tokenizer, vocab_size, settings.max_seq_length, settings.mask_prompt
     )

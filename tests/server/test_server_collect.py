@@ -16,7 +16,7 @@ from training import small_files
 from mlx_eagle.server.__main__ import announce
 from mlx_eagle.server.collect import Collector, open_collector
 from mlx_eagle.train import train
-from mlx_eagle.train.data import MIN_ANSWER, read_examples
+from mlx_eagle.train.data import MIN_ANSWER, read_data, read_examples
 
 SOON = {"stop": list("ABCDEF"), "max_tokens": 200}  # ends in a few tokens
 
@@ -74,7 +74,7 @@ def test_what_was_answered_is_what_is_trained_on(pair, tmp_path):
         assert said.get(question, answer) in (answer, answer[:-1])  # before a stop word
     assert [m["content"] for m in rows["More?"]["messages"][:-1]] == ["One?", "Yes.", "More?"]
     assert rows["Three?"]["finish_reason"] == "stop" and rows["More?"]["temperature"] == 0.25
-    found = read_examples(str(file.parent), tokenizer, 10**6, 2048)
+    found = read_examples(read_data(str(file.parent)), tokenizer, 10**6, 2048)
     long_enough = [r for r in rows.values() if len(r["tokens"]) - r["prompt_length"] >= MIN_ANSWER]
     assert {x.tokens for x in found.train} == {tuple(row["tokens"]) for row in long_enough}
     assert len(long_enough) >= 5
@@ -95,7 +95,7 @@ def test_tools_and_arguments_of_the_template_are_read_again(pair, tmp_path):
     assert row["tools"] == [tool] and row["chat_template_kwargs"] == {"enable_thinking": False}
     tokenizer = load_tokenizer(Path(pair["target"]))
     tokenizer.chat_template = template
-    assert read_examples(str(tmp_path), tokenizer, 10**6, 2048).train[0].tokens
+    assert read_examples(read_data(str(tmp_path)), tokenizer, 10**6, 2048).train[0].tokens
 
 
 def test_what_is_not_finished_is_not_kept(pair, tmp_path):

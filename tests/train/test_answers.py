@@ -81,7 +81,7 @@ def test_the_command_reads_and_refuses(folder, tmp_path, capsys):
     main([*command, "--temps", "0", "--max-tokens", "5"])
     assert "2 answers of 10 tokens" in capsys.readouterr().out
     assert len(rows_in(output)) == 2
-    assert read_prompts(prompts)[1][1] == chats(1)[0]["messages"][:-1]
+    assert list(read_prompts(prompts).values())[1] == chats(1)[0]["messages"][:-1]
     prompts.write_text('{"question": "one"}\n')
     with pytest.raises(SystemExit) as stop:
         main(command)

@@ -7,7 +7,7 @@ import pytest
 from training import write_data, write_target
 
 from mlx_eagle.train import train
-from mlx_eagle.train.data import read_examples
+from mlx_eagle.train.data import read_data, read_examples
 
 ANIMALS = "owl fox hen cat dog ant bee cow pig ram elk emu yak gnu eel cod bat rat doe ewe"
 ANIMALS = re.findall(r"\w+", ANIMALS)
@@ -30,7 +30,8 @@ def row(question: str, answer: str = "yes it does", **fields) -> dict:
 def split(target, folder, train: list[dict], **files):
     """Read data; return the prompts to learn from, those held out, and the notes."""
     _, tokenizer = mlx_lm.load(str(target))
-    found = read_examples(str(write_data(folder, train=train, **files)), tokenizer, 258, 400)
+    data = read_data(str(write_data(folder, train=train, **files)))
+    found = read_examples(data, tokenizer, 258, 400)
     texts = [
         [tokenizer.decode(list(x.tokens[: x.num_prompt])) for x in part]
         for part in (found.train, found.valid)

@@ -22,7 +22,7 @@ from mlx_eagle.drafters.config import default_ids
 from mlx_eagle.generate import stream_generate
 from mlx_eagle.train import evaluation, train
 from mlx_eagle.train.__main__ import main, settings_of
-from mlx_eagle.train.data import read_examples
+from mlx_eagle.train.data import read_data, read_examples
 from mlx_eagle.train.resume import LOCK, Checkpoints, load_checkpoint, locked
 from mlx_eagle.train.student import fitting_taps
 
@@ -407,27 +407,30 @@ BAD = {
 
 GOOD = json.dumps(chats(1)[0]).encode()
 MALFORMED = {
-    b'{"messages": 5}': "messages",
+    b'{"messages": 5}': "messages is 5, expected a list of at least one message",
     b'["x"]': "no JSON object",
-    b"[" * 10**5: "nested too deeply",
-    b'{"messages": ' + b"[" * 10**5: "nested too deeply",
-    b'{"text": "\xff"}': "not UTF-8",
-    b'{"messages": []}': "at least one message",
-    b'{"messages": [5]}': "no object with a role",
-    b'{"messages": [{"role": "assistant", "content": {"a": 1}}]}': "content is no text",
-    b'{"text": 5}': '"text" that is no text',
-    b'{"prompt": ["a"], "completion": "b"}': '"prompt" that is no text',
+    b"[" * 10**5: "not JSON",
+    b'{"messages": ' + b"[" * 10**5: "not JSON",
+    b'{"text": "\xff"}': "not JSON ('utf-8'",
+    b'{"messages": []}': "expected a list of at least one message",
+    b'{"messages": [5]}': "messages is [5], expected",
+    b'{"messages": [{"role": "assistant", "content": {"a": 1}}]}': "each with a role and a text",
+    b'{"text": 5}': "text is 5, expected a string",
+    b'{"prompt": ["a"], "completion": "b"}': 'prompt is ["a"], expected a string',
     b'{"question": "a"}': "no data format that is known",
     b'{"prompt": "a"}': "a prompt and no answer",
-    b'{"text": "a", "tokens": "abc", "prompt_length": 1}': "no list of token ids",
-    b'{"text": "a", "tokens": [1, -2], "prompt_length": 1}': "no list of token ids",
-    b'{"text": "a", "tokens": [1, 2], "prompt_length": true}': "no fitting",
+    b'{"text": "a", "tokens": "abc", "prompt_length": 1}': "expected a list of token ids",
+    b'{"text": "a", "tokens": [1, -2], "prompt_length": 1}': "expected a list of token ids",
+    b'{"text": "a", "tokens": [1, 2], "prompt_length": true}': "prompt_length is true",
+    b'{"text": "a", "tokens": [1, 2], "prompt_length": 3}': "no fitting",
     b'{"text": "a", "tokens": [1, 99999], "prompt_length": 1}': "holds token 99999, but",
-    b'{"text": "a", "tokens": [1, ' + b"9" * 4000 + b'], "prompt_length": 1}': "9999..., but",
+    b'{"text": "a", "tokens": [1, '
+    + b"9" * 4000
+    + b'], "prompt_length": 1}': "expected a list of token ids",
     b'{"text": ""}': 'an empty "text"',
     b'{"text": "\\ud800"}': "cannot be made into tokens",
     b'{"text": ' + b"9" * 5000 + b"}": "not JSON",
-    json.dumps({**chats(1)[0], "tools": 3}).encode(): '"tools" that are no list',
+    json.dumps({**chats(1)[0], "tools": 3}).encode(): "tools is 3, expected a list",
 }
 
 
@@ -438,8 +441,8 @@ def test_a_malformed_row_is_named_by_file_and_line(target, tmp_path, row, name):
     (folder / f"{name}.jsonl").write_bytes(GOOD + b"\n\n" + row + b"\n")
     _, tokenizer = mlx_lm.load(str(target))
     with pytest.raises(ValueError, match=re.escape(MALFORMED[row])) as caught:
-        read_examples(str(folder), tokenizer, 258, 100)
-    assert f"{name}.jsonl, line 3 " in str(caught.value) and "\n" not in str(caught.value)
+        read_examples(read_data(str(folder)), tokenizer, 258, 100)
+    assert f"{name}.jsonl, line 3" in str(caught.value) and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("what", BAD)
