@@ -22,26 +22,23 @@ class TrainingLog:
     """
 
     def __init__(self, output: Path, num_steps: int, iters: int, iteration: int, quiet: bool):
-        depths = range(1, num_steps + 1)
+        empty = [0.0] * num_steps
         self._columns = [
             "iteration",
             "loss",
-            *(f"loss_{depth}" for depth in depths),
-            "learning_rate",
-            "grad_norm",
-            "trained_tokens",
-            "tokens_per_second",
+            *_numbered("loss", empty),
+            *("learning_rate", "grad_norm", "trained_tokens", "tokens_per_second"),
             "peak_memory_gb",
-            *(f"match_{depth}" for depth in depths),
-            *(f"mean_acceptance_length_{depth}" for depth in depths),
+            *_numbered("match", empty),
+            *_numbered("mean_acceptance_length", empty),
         ]
         self._path = output / CSV
         self._quiet = quiet
-        self._bar: tqdm | None = None
         if not quiet:
             self._cut(iteration)
-            self._bar = open_bar(iters, "Training", "batch")
-            self._bar.update(iteration)
+        self._bar = tqdm(disable=True) if quiet else open_bar(iters, "Training", "batch")
+        self._bar.update(iteration)
+        self.close = self._bar.close
 
     def _cut(self, iteration: int) -> None:
         """Write the table anew, without the rows after ``iteration``."""
@@ -64,76 +61,64 @@ class TrainingLog:
 
     def advance(self, tokens_per_second: float) -> None:
         """Move the bar on by a batch."""
-        if self._bar is not None:
-            self._bar.update()
-            self._bar.set_postfix_str(f"{tokens_per_second:.0f} tokens/s")
+        self._bar.update()
+        self._bar.set_postfix_str(f"{tokens_per_second:.0f} tokens/s")
 
     def training(
-        self,
-        iteration: int,
-        losses: list[float],
-        rate: float,
-        norm: float,
-        speed: float,
-        total: int,
-        left: float,
+        self, iteration: int, losses: Sequence[float], left: float, **figures: float
     ) -> None:
-        """Report the mean loss of each step since the last report, and the seconds to go."""
-        peak = mx.get_peak_memory() / 1e9
-        self._write(
-            iteration=iteration,
-            loss=sum(losses),
-            learning_rate=rate,
-            grad_norm=norm,
-            trained_tokens=total,
-            tokens_per_second=round(speed, 1),
-            peak_memory_gb=round(peak, 3),
-            **{f"loss_{i}": loss for i, loss in enumerate(losses, start=1)},
-        )
+        """Report the mean loss of each step since the last report, and the seconds to go.
+
+        ``figures`` are those of other columns.
+        """
+        row = {"loss": sum(losses), "peak_memory_gb": round(mx.get_peak_memory() / 1e9, 3)}
+        row |= figures
+        self._write(iteration, row | _numbered("loss", losses))
         self.say(
-            f"Iter {iteration}: Train loss {sum(losses):.3f}, first step {losses[0]:.3f}, "
-            f"Learning Rate {rate:.3e}, Tokens/sec {speed:.1f}, Trained Tokens {total}, "
-            f"Peak mem {peak:.3f} GB, {duration(left)} left"
+            f"Iter {iteration}: Train loss {row['loss']:.3f}, first step {losses[0]:.3f}, "
+            f"Learning Rate {row['learning_rate']:.3e}, "
+            f"Tokens/sec {row['tokens_per_second']:.1f}, "
+            f"Trained Tokens {row['trained_tokens']}, "
+            f"Peak mem {row['peak_memory_gb']:.3f} GB, {duration(left)} left"
         )
 
     def evaluation(self, iteration: int, found: Evaluation) -> None:
         """Report the figures on held-out sequences."""
-        self._write(
-            iteration=iteration,
-            **{f"match_{i}": x for i, x in enumerate(found.match, start=1)},
-            **{f"mean_acceptance_length_{i}": x for i, x in enumerate(found.lengths, start=1)},
-        )
+        lengths = _numbered("mean_acceptance_length", found.lengths)
+        self._write(iteration, _numbered("match", found.match) | lengths)
         match = " ".join(f"{share:.3f}" for share in found.match)
         self.say(
             f"Iter {iteration}: Val on {found.num_sequences} sequences: match by depth {match}; "
             f"{_shown(found.lengths)}"
         )
 
-    def generated(self, found: Generated) -> None:
-        """Say how much the finished head has accepted when it decodes; no row is written."""
+    def generated(self, found: Generated, before: Generated | None) -> None:
+        """Say how much the finished head has accepted when it decodes, and the given one before.
+
+        No row is written.
+        """
         self.say(
             f"Generated {found.num_answers} answers of up to {found.max_tokens} tokens: "
             f"{_shown(found.lengths)}"
         )
-
-    def compared(self, before: Generated, after: Generated) -> None:
-        """Say what the given and the trained drafter reach, and what to do if it is no more."""
-        pairs = enumerate(zip(before.lengths, after.lengths, strict=True), start=1)
+        if before is None:
+            return
+        pairs = enumerate(zip(before.lengths, found.lengths, strict=True), start=1)
         shown = ", ".join(f"k = {k}: {old:.2f} -> {new:.2f}" for k, (old, new) in pairs)
         way_on = ""
-        if after.lengths[-1] <= before.lengths[-1]:
+        if found.lengths[-1] <= before.lengths[-1]:
             way_on = " It did not rise: try a smaller --learning-rate, or more texts."
         self.say(f"Mean acceptance length (tau) before and after, at {shown}.{way_on}")
 
-    def _write(self, **values: float) -> None:
-        if self._quiet:
-            return
-        with self._path.open("a", newline="") as file:
-            csv.DictWriter(file, self._columns).writerow(values)
+    def _write(self, iteration: int, figures: dict[str, float]) -> None:
+        if not self._quiet:
+            with self._path.open("a", newline="") as file:
+                csv.DictWriter(file, self._columns).writerow({"iteration": iteration} | figures)
 
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
+
+def _numbered(name: str, values: Sequence[float]) -> dict[str, float]:
+    """Name the figures of each step: "loss", (3, 2) -> {"loss_1": 3, "loss_2": 2}."""
+    return {f"{name}_{number}": value for number, value in enumerate(values, start=1)}
 
 
 def _shown(lengths: Sequence[float]) -> str:

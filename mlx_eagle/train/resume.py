@@ -3,7 +3,7 @@
 What is in them is the trainer's business.
 """
 
-import fcntl
+import errno
 import json
 import os
 import shutil
@@ -15,13 +15,19 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
 
+from ..system.atomic_folder import (
+    CannotWrite,
+    discard_folder,
+    new_folder,
+    remove_orphans,
+    try_lock,
+)
 from ..system.safetensors import save_arrays
 from .given import write_files
 
 FOLDER = "checkpoints"
 STATE = "state.safetensors"
 FACTS = "state.json"
-LOCK = "training.lock"
 
 
 class Checkpoints:
@@ -49,27 +55,17 @@ class Checkpoints:
         writing ends early for any reason, the older checkpoints are as they were.
         """
         path = self._folder / f"{iteration:07d}"
-        scratch = self._folder / f".{path.name}.{os.getpid()}"
-        self._folder.mkdir(parents=True, exist_ok=True)
-        for left in self._folder.glob(".*"):  # by processes that were killed while they wrote
-            shutil.rmtree(left, ignore_errors=True)
-        try:
-            scratch.mkdir()
-            write_files(scratch, **files)
-            save_arrays(scratch / STATE, dict(tree_flatten(state)))
+        remove_orphans(self._folder.glob(".*"))  # of processes that were killed while they wrote
+        discard_folder(path)  # of a run that began again from an earlier checkpoint
+        with new_folder(path) as draft:
+            write_files(draft, **files)
+            save_arrays(draft / STATE, dict(tree_flatten(state)))
             text = json.dumps({"iteration": iteration, **facts}, indent=4, sort_keys=True)
-            (scratch / FACTS).write_text(text + "\n", encoding="utf-8")
+            (draft / FACTS).write_text(text + "\n", encoding="utf-8")
             # On the disk, and not only on its way there, before the folder takes its name.
-            for written in scratch.iterdir():
+            for written in draft.iterdir():
                 with written.open("rb") as file:
                     os.fsync(file.fileno())
-            if path.exists():  # of a run that began again from an earlier checkpoint
-                shutil.rmtree(path)
-            os.replace(scratch, path)
-        except OSError as err:
-            raise OSError(err.errno, err.strerror, str(self._folder)) from err
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
         for old in self._all()[: -self._keep]:
             shutil.rmtree(old, ignore_errors=True)
 
@@ -80,14 +76,16 @@ class Checkpoints:
             yield
         except BrokenPipeError:  # of a reader of the run's lines, not of a disk
             raise
-        except OSError as err:
+        except (OSError, CannotWrite) as err:
+            found = str(err)
+            if isinstance(err, OSError):
+                place = err.filename or output
+                found = f"{place} cannot be written to ({err.strerror or err})"
             good = self.latest()
             way_on = "no checkpoint was saved yet; make room, and start again"
             if good is not None:
                 way_on = f"the last good checkpoint is {good}; make room, and go on with --resume"
-            raise ValueError(
-                f"{err.filename or output} cannot be written to ({err.strerror or err}): {way_on}."
-            ) from err
+            raise ValueError(f"{found}: {way_on}.") from err
 
     def _all(self) -> list[Path]:
         numbered = (path for path in self._folder.glob("[0-9]*") if path.name.isdecimal())
@@ -113,13 +111,15 @@ def load_checkpoint(
             raise _damaged(path, f"{FACTS} has no {name}")
     # Names are compared before the tree is made: a number in one would be a list's length.
     for name in wanted.keys() | arrays.keys():
-        there = arrays.get(name)
-        own = wanted.get(name)
-        if there is None or own is None:
-            raise _damaged(path, f"{STATE} {'lacks' if there is None else 'has'} {name[:80]}")
-        if there.shape != own.shape or there.dtype != own.dtype:
-            raise _damaged(path, f"{name} is {there.dtype}{list(there.shape)} in {STATE}")
+        there = _shape(arrays.get(name))
+        own = _shape(wanted.get(name))
+        if there != own:
+            raise _damaged(path, f"{STATE} has {there} named {name[:80]}, expected {own}")
     return tree_unflatten([(name, arrays[name]) for name in wanted]), found
+
+
+def _shape(array: mx.array | None) -> str:
+    return "nothing" if array is None else f"{array.dtype}{list(array.shape)}"
 
 
 def _damaged(path: Path, reason: str) -> ValueError:
@@ -134,27 +134,24 @@ def locked(output: Path) -> Iterator[None]:
 
     If the folder is empty in the end, because nothing was put into it, it is removed.
     """
-    path = output / LOCK
     try:
         output.mkdir(parents=True, exist_ok=True)
-        opened = path.open("w")
+        lock = os.open(output, os.O_RDONLY)
+        if not os.access(output, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as err:
         raise ValueError(
             f"{output} cannot be written ({err.strerror}): give another --output."
         ) from err
-    with opened as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_ours = os.path.samestat(os.fstat(file.fileno()), path.stat())
-        except (BlockingIOError, FileNotFoundError):
-            is_ours = False
-        if not is_ours:
+    try:
+        if not try_lock(lock):
             raise ValueError(
                 f"another run is writing to {output}: wait for its end, or give another --output."
             )
         try:
             yield
         finally:
-            path.unlink(missing_ok=True)
             if not any(output.iterdir()):
                 output.rmdir()
+    finally:
+        os.close(lock)

@@ -73,10 +73,11 @@ def _run(settings: TrainSettings, output: Path) -> TrainReport:
         settings, student, weight_bytes(model), examples, needs_for(settings, student)
     )
     recipe = make_recipe(settings)
-    trainer = Trainer(settings, recipe, model, tokenizer, examples, checkpoints, str(needs))
+    trainer = Trainer(settings, recipe, model, tokenizer, examples, checkpoints)
     if found is not None:
         trainer.restore(found)
-    trainer.describe()
+    if is_first():
+        trainer.describe(str(needs))
     with StopSignals(once=True) as stop, memory_kept_to(needs.total, of_others):
         return trainer.run(stop)
 

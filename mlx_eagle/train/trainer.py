@@ -14,6 +14,7 @@ import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..convert.checkpoint import open_target
+from ..system.ranks import is_first
 from ..system.safetensors import save_arrays
 from ..system.stop_signals import StopSignals
 from .batches import BatchOrder, make_batch
@@ -53,7 +54,7 @@ class TrainReport:
 
 @dataclass
 class Trainer:
-    """State of a run, and the loop; ``needs`` is a sentence about the memory that it takes."""
+    """State of a run, and the loop."""
 
     settings: TrainSettings
     recipe: Recipe
@@ -61,44 +62,40 @@ class Trainer:
     tokenizer: TokenizerWrapper
     examples: Examples
     checkpoints: Checkpoints
-    needs: str
 
     def __post_init__(self) -> None:
         settings = self.settings
-        self._world = mx.distributed.init()
-        if settings.batch_size % self._world.size():
+        world = mx.distributed.init()
+        self._ranks = (world.rank(), world.size())
+        if settings.batch_size % world.size():
             raise ValueError(
-                f"--batch-size is {settings.batch_size}, which {self._world.size()} ranks cannot "
-                "share evenly: give a multiple."
+                f"--batch-size is {settings.batch_size}, which {world.size()} ranks cannot share "
+                "evenly: give a multiple."
             )
         lengths = [len(example.tokens) for example in self.examples.train]
         self._order = BatchOrder(lengths, settings.batch_size, settings.seed)
-        self.student = self.recipe.student
         how = (settings.losses(), settings.max_grad_norm, settings.weight_decay)
-        self._step = TrainStep(self.student, *how, self.recipe)
-        self._covered = coverage(self.examples.train, self.student.ids)
+        self._step = TrainStep(self.recipe.student, *how, self.recipe)
+        self._covered = coverage(self.examples.train, self.recipe.student.ids)
         self._output = Path(settings.output).expanduser()
         self._trained_tokens = 0
         self.report = TrainReport(self._output)
         self._pace: list[tuple[int, float]] = []  # tokens and seconds of each batch of this run
         self._recent: list[np.ndarray] = []  # losses since the last report
 
-    def describe(self) -> None:
-        """Print what is trained on what."""
-        if self._world.rank():
-            return
-        num = len(self.examples.train)
+    def describe(self, needs: str) -> None:
+        """Print what is trained on what; ``needs`` is a sentence about the memory."""
+        student = self.recipe.student
+        examples = self.examples
         print(
-            f"Training a head of {self.student.num_parameters / 1e6:.2f} M parameters on {num} "
-            f"sequences of {self.examples.num_tokens} tokens; {len(self.examples.valid)} are "
-            f"held out. It can draft {len(self.student.ids)} tokens, {self._covered:.2%} of what "
-            "the answers use."
+            f"Training a head of {student.num_parameters / 1e6:.2f} M parameters on "
+            f"{len(examples.train)} sequences of {examples.num_tokens} tokens; "
+            f"{len(examples.valid)} are held out. It can draft {len(student.ids)} tokens, "
+            f"{self._covered:.2%} of what the answers use."
         )
-        for note in self.examples.notes:
-            print(note)
-        if self.report.iteration:
-            print(f"Going on behind batch {self.report.iteration}.")
-        print(self.needs, flush=True)
+        at = self.report.iteration
+        going_on = [f"Going on behind batch {at}."] if at else []
+        print(*examples.notes, *going_on, needs, sep="\n", flush=True)
 
     def restore(self, path: Path) -> None:
         """Resume from the checkpoint in that folder; ValueError if it belongs to another run."""
@@ -118,16 +115,15 @@ class Trainer:
 
         Raises ValueError if the loss is no longer a number, or the disk is full.
         """
-        settings = self.settings
-        is_quiet = self._world.rank() > 0
+        iters = self.settings.iters
+        begun = self.report.iteration
+        num_columns = max(self.recipe.depth, len(self.recipe.weights))  # losses and depths
         with self.checkpoints.explaining(self._output):
-            num_columns = max(self.recipe.depth, len(self.recipe.weights))  # losses and depths
-            begun = self.report.iteration
-            log = TrainingLog(self._output, num_columns, settings.iters, begun, is_quiet)
+            log = TrainingLog(self._output, num_columns, iters, begun, quiet=not is_first())
             with closing(log):
                 self._train(stop, log)
-            self.report.is_finished = self.report.iteration >= settings.iters
-            if self.report.is_finished and not is_quiet:
+            self.report.is_finished = self.report.iteration >= iters
+            if self.report.is_finished and is_first():
                 self._finish(stop, log)
         if self.report.is_finished:
             log.say(f"The head is in {self._output}: use it with --draft-model.")
@@ -160,18 +156,18 @@ class Trainer:
 
     def _mean(self, array: mx.array) -> mx.array:
         """Average an array over all ranks."""
-        return mx.distributed.all_sum(array, stream=mx.cpu) / self._world.size()
+        return mx.distributed.all_sum(array, stream=mx.cpu) / self._ranks[1]
 
     def _learn(self, log: TrainingLog) -> None:
-        """Learn from the next batch."""
+        """Learn from the next batch; if a report is due, report all since the last one."""
         settings = self.settings
         begun = time.perf_counter()
         number = self.report.iteration
         parts = settings.grad_accumulation_steps
         numbers = self._order.batch(number)
-        batch = make_batch(self.examples.train, numbers, self._world.rank(), self._world.size())
+        batch = make_batch(self.examples.train, numbers, *self._ranks)
         epoch = number // self._order.num_batches
-        features, targets = self.recipe.teach(batch, epoch, self._world.size())
+        features, targets = self.recipe.teach(batch, epoch, self._ranks[1])
         targets = targets._replace(counts=self._mean(targets.counts))
         of_all = (number // parts, max(1, settings.iters // parts))
         rate = learning_rate(*of_all, settings.learning_rate, settings.warmup)
@@ -185,21 +181,20 @@ class Trainer:
         self._recent.append(losses)
         self._pace.append((num_tokens, time.perf_counter() - begun))
         self.report.losses = tuple(losses.tolist())
-        self._report(log, rate, norm)
-
-    def _report(self, log: TrainingLog, rate: float, norm: mx.array) -> None:
-        """Move the bar on and, if a report is due, report all batches since the last one."""
-        settings = self.settings
         log.advance(_speed(self._pace[-1:]))
         if len(self._pace) == FIRST:
             speed = _speed(self._pace[1:])
             log.say(f"{speed:.0f} tokens per second: {duration(self._left())} left.")
-        done = self.report.iteration
-        if done % settings.steps_per_report == 0 or done == settings.iters:
-            losses = np.mean(self._recent, axis=0).tolist()
-            speed = _speed(self._pace[-len(self._recent) :])
-            figures = (rate, norm.item(), speed, self._trained_tokens, self._left())
-            log.training(done, losses, *figures)
+        if (number + 1) % settings.steps_per_report == 0 or number + 1 == settings.iters:
+            log.training(
+                number + 1,
+                np.mean(self._recent, axis=0).tolist(),
+                self._left(),
+                learning_rate=rate,
+                grad_norm=norm.item(),
+                trained_tokens=self._trained_tokens,
+                tokens_per_second=round(_speed(self._pace[-len(self._recent) :]), 1),
+            )
             self._recent = []
 
     def _left(self) -> float:
@@ -227,26 +222,22 @@ class Trainer:
         if settings.val_batches >= 0:
             texts = texts[: settings.val_batches * settings.batch_size]
         # All ranks have the same weights and texts: one of them evaluates, and the others wait.
-        if texts and self._world.rank() == 0:
+        if texts and is_first():
             self.report.evaluation = evaluate(self.recipe, texts, settings.batch_size)
             log.evaluation(self.report.iteration, self.report.evaluation)
 
     def _save(self, log: TrainingLog) -> None:
-        if self._world.rank():
+        if not is_first():
             return
         config, weights = self.recipe.files(self._notes())
-        self.checkpoints.save(
-            self.report.iteration,
-            # Nothing random is left to keep: the order of the data follows from the seed and the
-            # number of the batch.
-            self._state(),
-            {
-                "trained_tokens": self._trained_tokens,
-                "settings": asdict(self.settings),
-                "data": self.examples.fingerprint(),
-            },
-            {"config": config, "weights": weights},
-        )
+        # Nothing random is left to keep: the order of the data follows from the seed.
+        facts = {
+            "trained_tokens": self._trained_tokens,
+            "settings": asdict(self.settings),
+            "data": self.examples.fingerprint(),
+        }
+        files = {"config": config, "weights": weights}
+        self.checkpoints.save(self.report.iteration, self._state(), facts, files)
         log.say(f"Iter {self.report.iteration}: Saved a checkpoint.")
 
     def _state(self) -> dict[str, Any]:
@@ -263,7 +254,7 @@ class Trainer:
             "num_sequences": len(self.examples.train),
             "iterations": self.report.iteration,
             "trained_tokens": self._trained_tokens,
-            "draft_vocab_size": len(self.student.ids),
+            "draft_vocab_size": len(self.recipe.student.ids),
             "coverage": self._covered,
             "evaluation": report["evaluation"],
             "generated": report["generated"],
@@ -284,12 +275,10 @@ class Trainer:
             log.say(f"As it is published, it is in {there}.")
         self.report.generated = self._generate(self._output, stop)
         if self.report.generated is not None:
-            log.generated(self.report.generated)
             if given is not None:
                 given = converted(given, settings.model)
                 self.report.before = self._generate(given.folder, stop)
-            if self.report.before is not None:
-                log.compared(self.report.before, self.report.generated)
+            log.generated(self.report.generated, self.report.before)
             write_files(self._output, config | self._notes())
         card = make_card(self._output.name, self._notes()["training"])
         (self._output / "README.md").write_text(card, encoding="utf-8")
