@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.nn.utils import average_gradients
 from mlx.optimizers import AdamW
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
 
 from .compiled import is_compiled
 from .losses import step_losses
@@ -20,7 +20,6 @@ from .settings import LossSettings
 from .student import Student
 
 BETAS = (0.9, 0.95)  # of AdamW, as in EAGLE-3's trainers
-MOMENTS = ("m", "v")  # names that AdamW gives them
 MOST_SHAPES = 32  # shapes of batches whose compiled functions are kept
 
 Arrays = dict[str, mx.array]
@@ -42,8 +41,8 @@ class TrainStep:
     """A student's weights and the optimizer that changes them, batch after batch.
 
     All arrays go by the names of the head's parameters. ``weights`` are in float32, whatever type
-    the head computes in; ``moments`` are the optimizer's state; ``kept`` are the gradients of the
-    batches since its last step.
+    the head computes in; ``moments`` and ``clock`` are the optimizer's state, and ``kept`` the
+    gradients since its last step.
     """
 
     def __init__(
@@ -63,8 +62,10 @@ class TrainStep:
             learning_rate=0.0, betas=list(BETAS), weight_decay=weight_decay, bias_correction=True
         )
         self.weights: Arrays = dict(tree_flatten(student.head.trainable_parameters()))
-        self._optimizer.init(student.head.trainable_parameters())
-        self.moments: Arrays = dict(tree_flatten(self._optimizer.state))
+        self.moments: dict[str, Any] = {name: {} for name in self.weights}
+        for name, weight in self.weights.items():
+            self._optimizer.init_single(weight, self.moments[name])
+        self.clock: Arrays = dict(self._optimizer.state)  # its step and learning rate
         self.kept: Arrays = {}
         self._kind: Any = tuple
         self._run = mx.value_and_grad(self._loss)
@@ -73,12 +74,18 @@ class TrainStep:
         # On every device: one short kernel, in place of 16 passes over all weights.
         self._update = mx.compile(self._updated)
 
-    def load(self, weights: dict[str, Any], moments: dict[str, Any]) -> None:
-        """Go on from these weights and moments."""
+    @property
+    def state(self) -> Arrays:
+        """Weights and moments, all that a run needs to go on, by their names in checkpoints."""
+        moments = self.moments | self.clock
+        return dict(tree_flatten({"weights": self.weights, "moments": moments}))
+
+    def load(self, state: Arrays) -> None:
+        """Go on from weights and moments of before."""
         # In the order of before, in which the norm of all gradients is summed up.
-        loaded = dict(tree_flatten(weights))
-        self.weights = {name: loaded[name] for name in self.weights}
-        self.moments = dict(tree_flatten(moments))
+        self.weights = {name: state[f"weights.{name}"] for name in self.weights}
+        self.moments = tree_map_with_path(lambda name, _: state[f"moments.{name}"], self.moments)
+        self.clock = {name: state[f"moments.{name}"] for name in self.clock}
         self.show()
 
     def show(self) -> None:
@@ -153,32 +160,23 @@ class TrainStep:
             mx.eval(gradient, squares)
         norm = mx.sqrt(squares) / parts
         scale = mx.minimum(self._max_norm / (norm + 1e-6), 1.0) / parts
-        self.moments["learning_rate"] = mx.array(rate)
-        self.moments["step"] = self.moments["step"] + 1
+        self.clock = {"step": self.clock["step"] + 1, "learning_rate": mx.array(rate)}
         for name in list(self.weights):
-            state = [self.moments.pop(f"{name}.{part}") for part in MOMENTS]
-            weight, *state = self._update(
-                self.weights.pop(name), gradients.pop(name), state, scale,
-                self.moments["learning_rate"], self.moments["step"],
+            weight, moments = self._update(
+                self.weights.pop(name), gradients.pop(name), self.moments.pop(name), scale,
+                self.clock,
             )  # fmt: skip
-            mx.eval(weight, state)
+            mx.eval(weight, moments)
             self.weights[name] = weight
-            self.moments |= {f"{name}.{part}": x for part, x in zip(MOMENTS, state, strict=True)}
+            self.moments[name] = moments
             self._student.head.update(tree_unflatten([(name, weight)]))
         return norm
 
     def _updated(
-        self,
-        weight: mx.array,
-        gradient: mx.array,
-        state: list[mx.array],
-        scale: mx.array,
-        rate: mx.array,
-        step: mx.array,
-    ) -> list[mx.array]:
+        self, weight: mx.array, gradient: mx.array, moments: Arrays, scale: mx.array, clock: Arrays
+    ) -> tuple[mx.array, Arrays]:
         """Return a weight and its moments after a step of the gradient times ``scale``."""
-        self._optimizer.state = {"step": step, "learning_rate": rate}
-        moments = dict(zip(MOMENTS, state, strict=True))
+        self._optimizer.state = clock
+        after = dict(moments)
         gradient = gradient.astype(mx.float32) * scale
-        weight = self._optimizer.apply_single(gradient, weight, moments)
-        return [weight, *moments.values()]
+        return self._optimizer.apply_single(gradient, weight, after), after

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_flatten, tree_unflatten
 
 from ..system.atomic_folder import (
     CannotWrite,
@@ -44,13 +43,13 @@ class Checkpoints:
     def save(
         self,
         iteration: int,
-        state: Mapping[str, Any],
+        state: Mapping[str, mx.array],
         facts: Mapping[str, Any],
         files: Mapping[str, Any],
     ) -> None:
         """Write a checkpoint, whose folder appears when all of it is there.
 
-        ``state`` is a tree of arrays, ``facts`` is anything that JSON can hold; ``files`` are a
+        ``state`` are arrays, ``facts`` is anything that JSON can hold; ``files`` are a
         head's ``config`` and ``weights``, so that the checkpoint can be used as a head. If the
         writing ends early for any reason, the older checkpoints are as they were.
         """
@@ -59,7 +58,7 @@ class Checkpoints:
         discard_folder(path)  # of a run that began again from an earlier checkpoint
         with new_folder(path) as draft:
             write_files(draft, **files)
-            save_arrays(draft / STATE, dict(tree_flatten(state)))
+            save_arrays(draft / STATE, state)
             text = json.dumps({"iteration": iteration, **facts}, indent=4, sort_keys=True)
             (draft / FACTS).write_text(text + "\n", encoding="utf-8")
             # On the disk, and not only on its way there, before the folder takes its name.
@@ -93,14 +92,13 @@ class Checkpoints:
 
 
 def load_checkpoint(
-    path: Path, expected: Mapping[str, Any], facts: Mapping[str, type]
-) -> tuple[dict[str, Any], dict[str, Any]]:
+    path: Path, expected: Mapping[str, mx.array], facts: Mapping[str, type]
+) -> tuple[dict[str, mx.array], dict[str, Any]]:
     """Return the state and the facts of a checkpoint; ValueError if it is damaged.
 
-    ``expected`` is a tree of arrays whose names, shapes and types the state must have; ``facts``
-    are the types of the facts.
+    ``expected`` are arrays whose names, shapes and types the state must have; ``facts`` are the
+    types of the facts.
     """
-    wanted = dict(tree_flatten(expected))
     try:
         arrays = mx.load(str(path / STATE))
         found = json.loads((path / FACTS).read_text(encoding="utf-8"))
@@ -109,13 +107,12 @@ def load_checkpoint(
     for name, kind in facts.items():
         if not isinstance(found, dict) or type(found.get(name)) is not kind:
             raise _damaged(path, f"{FACTS} has no {name}")
-    # Names are compared before the tree is made: a number in one would be a list's length.
-    for name in wanted.keys() | arrays.keys():
+    for name in expected.keys() | arrays.keys():
         there = _shape(arrays.get(name))
-        own = _shape(wanted.get(name))
+        own = _shape(expected.get(name))
         if there != own:
             raise _damaged(path, f"{STATE} has {there} named {name[:80]}, expected {own}")
-    return tree_unflatten([(name, arrays[name]) for name in wanted]), found
+    return arrays, found
 
 
 def _shape(array: mx.array | None) -> str:

@@ -99,14 +99,14 @@ class Trainer:
 
     def restore(self, path: Path) -> None:
         """Resume from the checkpoint in that folder; ValueError if it belongs to another run."""
-        state, facts = load_checkpoint(path, self._state(), FACTS)
+        state, facts = load_checkpoint(path, self._step.state, FACTS)
         self.settings.check_same(facts["settings"])
         if facts["data"] != self.examples.fingerprint():
             raise ValueError(
                 f"{self.settings.data} is not the data of the run in {self.settings.output}: "
                 "give the same, or begin a new run with --init."
             )
-        self._step.load(state["weights"], state["moments"])
+        self._step.load(state)
         self.report.iteration = facts["iteration"]
         self._trained_tokens = facts["trained_tokens"]
 
@@ -237,11 +237,8 @@ class Trainer:
             "data": self.examples.fingerprint(),
         }
         files = {"config": config, "weights": weights}
-        self.checkpoints.save(self.report.iteration, self._state(), facts, files)
+        self.checkpoints.save(self.report.iteration, self._step.state, facts, files)
         log.say(f"Iter {self.report.iteration}: Saved a checkpoint.")
-
-    def _state(self) -> dict[str, Any]:
-        return {"weights": self._step.weights, "moments": self._step.moments}
 
     def _notes(self) -> dict[str, Any]:
         """Return what the head's ``config.json`` says about its training."""
