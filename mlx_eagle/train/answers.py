@@ -8,13 +8,13 @@ import argparse
 import json
 import os
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, fields
-from itertools import islice
+from dataclasses import fields
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -34,29 +34,12 @@ from .teacher import load_target
 Messages = list[dict[str, Any]]
 
 
-@dataclass
-class AnswerCounts:
-    """Counts of answers so far: those ``found`` in the file, and those of this run.
-
-    ``tokens`` are those of this run's answers, ``cut`` of which ran into ``max_tokens``;
-    ``too_long`` prompts get no answer.
-    """
-
-    found: int = 0
-    answers: int = 0
-    tokens: int = 0
-    cut: int = 0
-    too_long: int = 0
-
-
-@dataclass(frozen=True)
-class _Job:
-    """One answer to give: ``key`` names it in the file, ``tokens`` are the prompt's."""
+class AskedPrompt(NamedTuple):
+    """A prompt to answer: ``key`` names the answer in the file; ``tokens`` are the prompt's."""
 
     key: str
     messages: Messages
     tokens: list[int]
-    temperature: float
 
 
 def read_prompts(path: Path) -> dict[str, Messages]:
@@ -114,77 +97,60 @@ def _keys_in(output: Path) -> set[str]:
 
 
 def _blocks(
-    questions: Sequence[tuple[Messages, list[int]]], settings: AnswerSettings, done: set[str]
-) -> Iterator[list[_Job]]:
+    prompts: Sequence[tuple[Messages, list[int]]], settings: AnswerSettings, done: set[str]
+) -> Iterator[tuple[float, list[AskedPrompt]]]:
     """Yield the answers still to give, in an order in which every part is a fair sample.
 
     Prompts are shuffled, and each is answered once before any is answered twice. A block is at one
     temperature: rows that share a sampler are sampled at once.
     """
-    order = list(range(len(questions)))
+    order = list(range(len(prompts)))
     Random(settings.seed).shuffle(order)
-    temps = settings.temps
     size = 8 * settings.rows
-    for turn in range(len(temps)):
+    for turn in range(len(settings.temps)):
         for number, start in enumerate(range(0, len(order), size)):
-            temp = temps[(number + turn) % len(temps)]
-            keys = {f"{index}@{temp}": questions[index] for index in order[start : start + size]}
-            block = [
-                _Job(key, messages, tokens, temp)
-                for key, (messages, tokens) in keys.items()
-                if key not in done and len(tokens) <= settings.max_prompt_tokens
-            ]
-            if block:
-                yield block
+            temp = settings.temps[(number + turn) % len(settings.temps)]
+            asked = [AskedPrompt(f"{i}@{temp}", *prompts[i]) for i in order[start : start + size]]
+            fits = [x for x in asked if len(x.tokens) <= settings.max_prompt_tokens]
+            yield temp, [x for x in fits if x.key not in done]
 
 
 def _answers(
-    model: nn.Module, tokenizer: TokenizerWrapper, block: list[_Job], settings: AnswerSettings
-) -> Iterator[tuple[_Job, list[int], str]]:
-    """Answer jobs at one temperature, ``rows`` at once.
+    model: nn.Module,
+    tokenizer: TokenizerWrapper,
+    temp: float,
+    block: list[AskedPrompt],
+    settings: AnswerSettings,
+) -> Iterator[tuple[AskedPrompt, list[int], str]]:
+    """Answer prompts at one temperature, ``rows`` at once.
 
-    Yields each job when it is done, with the tokens of its answer and the reason why they ended.
+    Yields each when it is done, with the tokens of its answer and the reason why they ended.
     """
     generator = BatchGenerator(
         model,
         max_tokens=settings.max_tokens,
         stop_tokens=[[token] for token in tokenizer.eos_token_ids],
-        sampler=make_sampler(temp=block[0].temperature),
+        sampler=make_sampler(temp=temp),
         completion_batch_size=settings.rows,
         prefill_batch_size=max(1, settings.rows // 2),
     )
     # Prompts of similar length run together, so that less of a batch is padding.
-    waiting = iter(sorted(block, key=lambda job: len(job.tokens)))
-    running: dict[int, tuple[_Job, list[int]]] = {}
+    waiting = deque(sorted(block, key=lambda question: len(question.tokens)))
+    running: dict[int, tuple[AskedPrompt, list[int]]] = {}
     with closing(generator):
-        while True:
+        while waiting or running:
             # New rows copy the cache of the whole batch, so half of them join at a time.
             if len(running) <= settings.rows // 2:
-                for job in islice(waiting, settings.rows - len(running)):
-                    (uid,) = generator.insert([job.tokens])
-                    running[uid] = (job, [])
-            if not running:
-                return
+                while waiting and len(running) < settings.rows:
+                    question = waiting.popleft()
+                    (uid,) = generator.insert([question.tokens])
+                    running[uid] = (question, [])
             for response in generator.next_generated():
-                job, answer = running[response.uid]
+                question, answer = running[response.uid]
                 answer.append(response.token)
                 if response.finish_reason is not None:
                     del running[response.uid]
-                    yield job, answer, response.finish_reason
-
-
-def _line(tokenizer: TokenizerWrapper, job: _Job, answer: list[int], reason: str) -> str:
-    """Write one line of the file."""
-    text = tokenizer.decode(answer[:-1] if reason == "stop" else answer)
-    row = {
-        "key": job.key,
-        "temperature": job.temperature,
-        "finish_reason": reason,
-        "messages": [*job.messages, {"role": "assistant", "content": text}],
-        "prompt_length": len(job.tokens),
-        "tokens": [*job.tokens, *answer],
-    }
-    return json.dumps(row, ensure_ascii=False) + "\n"
+                    yield question, answer, response.finish_reason
 
 
 def answer_file(
@@ -194,7 +160,7 @@ def answer_file(
     output: Path,
     settings: AnswerSettings,
     report_seconds: float = 30.0,
-) -> AnswerCounts:
+) -> None:
     """Answer every prompt of a file at every temperature, and append the answers to ``output``.
 
     A row of that is a conversation that mlx-lm's own training reads (``messages``), with the very
@@ -202,47 +168,62 @@ def answer_file(
     prompt's). Every answer is written as soon as it is complete, and those that are there already
     are not given again. If no bar can be drawn, a line is printed every ``report_seconds``.
     """
-    asked = read_prompts(prompts).items()
-    questions = [(messages, _encoded(tokenizer, where, messages)) for where, messages in asked]
-    total = len(questions) * len(settings.temps)
+    found = read_prompts(prompts).items()
+    asked = [(messages, _encoded(tokenizer, where, messages)) for where, messages in found]
+    num_temps = len(settings.temps)
+    total = len(asked) * num_temps
     print(f"The target gives {total} answers to the prompts of {prompts}.", flush=True)
     done = _keys_in(output)
-    num_long = sum(len(tokens) > settings.max_prompt_tokens for _, tokens in questions)
-    counts = AnswerCounts(len(done), too_long=num_long * len(settings.temps))
+    too_long = num_temps * sum(len(tokens) > settings.max_prompt_tokens for _, tokens in asked)
+    reasons: list[str] = []
+    num_tokens = 0
     begun = time.perf_counter()
     said = begun
     bar = open_bar(total, "Answering", "answer")
+    bar.update(len(done) + too_long)
     try:
         with bar, output.open("a", encoding="utf-8") as file:
-            bar.update(counts.found + counts.too_long)
-            for number, block in enumerate(_blocks(questions, settings, done)):
-                mx.random.seed(settings.seed + counts.found + number)
-                for job, answer, reason in _answers(model, tokenizer, block, settings):
-                    file.write(_line(tokenizer, job, answer, reason))
+            for number, (temp, block) in enumerate(_blocks(asked, settings, done)):
+                mx.random.seed(settings.seed + len(done) + number)
+                for question, answer, reason in _answers(model, tokenizer, temp, block, settings):
+                    file.write(_line(tokenizer, question, temp, answer, reason))
                     file.flush()
-                    counts.answers += 1
-                    counts.tokens += len(answer)
-                    counts.cut += reason == "length"
+                    reasons.append(reason)
+                    num_tokens += len(answer)
                     now = time.perf_counter()
-                    speed = f"{counts.tokens / (now - begun):.0f} tokens/s"
-                    bar.set_postfix_str(speed, refresh=False)
+                    speed = num_tokens / (now - begun)
+                    bar.set_postfix_str(f"{speed:.0f} tokens/s", refresh=False)
                     bar.update()
                     if bar.disable and now - said >= report_seconds:
                         said = now
-                        num = counts.found + counts.answers + counts.too_long
-                        print(f"{num} of {total} answers, {speed}.", flush=True)
+                        num = len(done) + too_long + len(reasons)
+                        print(f"{num} of {total} answers, {speed:.0f} tokens/s.", flush=True)
     except OSError as err:
         raise ValueError(
             f"{output} cannot be written to ({err.strerror or err}): the answers so far stay; "
             "make room, and the same command goes on behind them."
         ) from err
-    speed = f"{counts.tokens / (time.perf_counter() - begun):.0f} tokens/s"
     print(
-        f"{counts.answers} answers of {counts.tokens} tokens in {output}, {speed}; "
-        f"{counts.found} were there before, {counts.cut} ran into the limit, {counts.too_long} "
-        "prompts were too long."
+        f"{len(reasons)} answers of {num_tokens} tokens in {output}, "
+        f"{num_tokens / (time.perf_counter() - begun):.0f} tokens/s; {len(done)} were there "
+        f"before, {reasons.count('length')} ran into the limit, {too_long} prompts were too long."
     )
-    return counts
+
+
+def _line(
+    tokenizer: TokenizerWrapper, question: AskedPrompt, temp: float, answer: list[int], reason: str
+) -> str:
+    """Write one line of the file."""
+    text = tokenizer.decode(answer[:-1] if reason == "stop" else answer)
+    row = {
+        "key": question.key,
+        "temperature": temp,
+        "finish_reason": reason,
+        "messages": [*question.messages, {"role": "assistant", "content": text}],
+        "prompt_length": len(question.tokens),
+        "tokens": [*question.tokens, *answer],
+    }
+    return json.dumps(row, ensure_ascii=False) + "\n"
 
 
 def regenerate(

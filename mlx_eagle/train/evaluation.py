@@ -58,45 +58,40 @@ def rounds_of(hits: np.ndarray, num_drafts: int) -> int:
 
 def evaluate(recipe: Recipe, examples: Sequence[Example], batch_size: int) -> Evaluation:
     """Evaluate a drafter on these texts, ``batch_size`` at once."""
-    depth = recipe.depth
     # Texts of similar length are in one batch.
     texts = sorted(examples, key=lambda example: len(example.tokens))
     hits: list[np.ndarray] = []
     for start in range(0, len(texts), batch_size):
         hits += _hits(recipe, texts[start : start + batch_size])
-    depths = range(1, depth + 1)
-    # A slot near the end has no token that its later drafts could be compared with.
-    shares = [
-        np.concatenate([text[depth - 1, : max(0, text.shape[1] - depth + 1)] for text in hits])
-        for depth in depths
-    ]
-    match = tuple(float(share.mean()) if share.size else 0.0 for share in shares)
     # Every slot stands for one token, the one that its first draft is about.
     num_slots = sum(text.shape[1] for text in hits)
-    lengths = [num_slots / sum(rounds_of(text, depth) for text in hits) for depth in depths]
-    return Evaluation(match, tuple(lengths), num_slots, len(hits))
+    match = []
+    lengths = []
+    for depth in range(1, recipe.depth + 1):
+        # A slot near the end has no token that its later drafts could be compared with.
+        ends = [max(0, text.shape[1] - depth + 1) for text in hits]
+        share = np.concatenate([text[depth - 1, :n] for text, n in zip(hits, ends, strict=True)])
+        match.append(float(share.mean()) if share.size else 0.0)
+        lengths.append(num_slots / sum(rounds_of(text, depth) for text in hits))
+    return Evaluation(tuple(match), tuple(lengths), num_slots, len(hits))
 
 
 def _hits(recipe: Recipe, examples: Sequence[Example]) -> list[np.ndarray]:
     """Compare drafts with each text: (D, S), whose first slot drafts the answer's second token."""
-    depth = recipe.depth
     batch = make_batch(examples, range(len(examples)))
     length = batch.tokens.shape[1]
     spans = [(max(0, x.num_prompt - 1), len(x.tokens) - 2) for x in examples]
     begin = min(first for first, _ in spans)
     places = [np.arange(*span) - begin + i * (length - begin) for i, span in enumerate(spans)]
-    rows = mx.array(np.concatenate(places))
-    drafts = recipe.drafts(batch.tokens, rows, begin)
-    texts = np.pad(batch.tokens, [(0, 0), (0, depth + 2)], constant_values=UNKNOWN)
-    for i, example in enumerate(examples):
-        texts[i, len(example.tokens) :] = UNKNOWN
+    drafts = recipe.drafts(batch.tokens, mx.array(np.concatenate(places)), begin)
+    ends = np.cumsum([len(own) for own in places])[:-1]
     hits = []
-    start = 0
-    for i, (first, last) in enumerate(spans):
-        own = drafts[:, start : start + last - first]
-        truth = [texts[i, first + 2 + d : last + 2 + d] for d in range(depth)]
+    for example, (first, last), own in zip(
+        examples, spans, np.split(drafts, ends, axis=1), strict=True
+    ):
+        text = np.pad(example.tokens, (0, recipe.depth), constant_values=UNKNOWN)
+        truth = [text[first + 2 + d : last + 2 + d] for d in range(recipe.depth)]
         hits.append(own == np.stack(truth))
-        start += last - first
     return hits
 
 
@@ -137,16 +132,11 @@ def generate_held_out(
     with open_bar(depth * len(prompts), "Generating", "answer") as bar:
         for size in range(1, depth + 1):
             total = Stats()
-            for prompt in prompts:
-                responses = stream_generate(
-                    model,
-                    tokenizer,
-                    list(prompt),
-                    max_tokens=settings.test_tokens,
-                    draft_model=drafter,
-                    num_draft_tokens=size,
-                )
-                for response in responses:
+            for prompt in map(list, prompts):
+                options = {"max_tokens": settings.test_tokens, "num_draft_tokens": size}
+                for response in stream_generate(
+                    model, tokenizer, prompt, draft_model=drafter, **options
+                ):
                     if stop.is_asked:
                         return None
                     stats = response.stats

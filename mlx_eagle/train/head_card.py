@@ -33,14 +33,13 @@ def make_card(name: str, facts: Mapping[str, Any]) -> str:
         sections += [title, _by_depth(rows)]
     generated = facts["generated"]
     if generated:
+        rows = {"mean acceptance length": generated["lengths"]}
+        if before := facts.get("generated_before"):
+            rows = {"mean acceptance length before": before["lengths"]} | rows
         title = (
             f"Decoding {generated['num_answers']} held-out prompts greedily, up to "
             f"{generated['max_tokens']} tokens each:"
         )
-        rows = {"mean acceptance length": generated["lengths"]}
-        before = facts.get("generated_before")
-        if before:
-            rows = {"mean acceptance length before": before["lengths"]} | rows
         sections += [title, _by_depth(rows)]
     title = f"A draft head {WHAT_IT_IS.format(made='trained')}"
     return card(name, title, shown, [*sections, f"```\n{USAGE}\n```"])
@@ -48,6 +47,6 @@ def make_card(name: str, facts: Mapping[str, Any]) -> str:
 
 def _by_depth(rows: Mapping[str, Sequence[float]]) -> str:
     """Write a table with figures for each depth k from 1."""
-    depths = range(1, len(next(iter(rows.values()))) + 1)
     shown = {name: [f"{figure:.3f}" for figure in figures] for name, figures in rows.items()}
+    depths = range(1, len(next(iter(rows.values()))) + 1)
     return by_depth("k", list(map(str, depths)), shown)

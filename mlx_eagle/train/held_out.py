@@ -51,20 +51,17 @@ def choose_held_out(words: Sequence[frozenset[str]]) -> set[int]:
     """
     asked = list(dict.fromkeys(words))
     alike = likeness(asked)
-    num = min(MOST_HELD_OUT, int(len(asked) * HELD_OUT))
+    most = min(MOST_HELD_OUT, int(len(asked) * HELD_OUT))
     held: set[int] = set()
-    looked_at: set[int] = set()
+    seen: set[int] = set()
     for last in reversed(range(len(asked))):
-        if last in looked_at or len(held) == num:
-            continue
-        group = {last}
-        waiting = [last]
-        while waiting and len(held | group) <= num:
-            new = alike(asked[waiting.pop()]) - group
-            group |= new
-            waiting += new
-        looked_at |= group
-        if len(held | group) <= num:
+        group: set[int] = set()
+        waiting = {last} - seen
+        while waiting and len(held | group | waiting) <= most:
+            group |= waiting
+            waiting = set().union(*(alike(asked[i]) for i in waiting)) - group
+        seen |= group | waiting
+        if not waiting:
             held |= group
     chosen = {asked[i] for i in held}
     return {i for i, own in enumerate(words) if own in chosen}
