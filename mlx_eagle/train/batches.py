@@ -46,7 +46,7 @@ class BatchOrder:
             )
         self.num_batches = len(lengths) // batch_size
         self._lengths = lengths
-        self._batch_size = batch_size
+        self._size = batch_size
         self._seed = seed
         self._batches = lru_cache(1)(self._make_epoch)
 
@@ -59,10 +59,10 @@ class BatchOrder:
         rng = random.Random(f"{self._seed}:{epoch}")
         order = list(range(len(self._lengths)))
         rng.shuffle(order)
-        order = order[: self.num_batches * self._batch_size]
+        order = order[: self.num_batches * self._size]
         order.sort(key=lambda i: -(-self._lengths[i] // PAD_TO))
-        size = self._batch_size
-        batches = [order[start : start + size] for start in range(0, len(order), size)]
+        starts = range(0, len(order), self._size)
+        batches = [order[start : start + self._size] for start in starts]
         rng.shuffle(batches)
         return batches
 

@@ -33,12 +33,32 @@ class Checkpoints:
     """Checkpoints of the run in ``output``; the newest ``keep`` of them stay."""
 
     def __init__(self, output: Path, keep: int = 2):
+        self.output = output
         self._folder = output / FOLDER
         self._keep = keep
 
     def latest(self) -> Path | None:
         """Return the folder of the newest checkpoint, None if there is none."""
         return max(self._all(), default=None)
+
+    def to_begin_with(self, resume: bool) -> Path | None:
+        """Return the folder to ``resume`` from, None to begin.
+
+        Raises ValueError if the output lacks what is needed, or holds what would be spoilt.
+        """
+        found = self.latest()
+        if resume and found is None:
+            raise ValueError(
+                f"{self.output} holds no checkpoint to go on from: leave out --resume."
+            )
+        if found is not None and not resume:
+            raise ValueError(
+                f"{self.output} holds a run up to batch {int(found.name)}: go on with --resume, "
+                "or give another --output."
+            )
+        if found is None and any(self.output.glob("*.safetensors")):
+            raise ValueError(f"{self.output} is there already: give another --output.")
+        return found
 
     def save(
         self,
@@ -69,7 +89,7 @@ class Checkpoints:
             shutil.rmtree(old, ignore_errors=True)
 
     @contextmanager
-    def explaining(self, output: Path) -> Iterator[None]:
+    def explaining(self) -> Iterator[None]:
         """Turn a failure to write into a ValueError that says how to resume."""
         try:
             yield
@@ -78,7 +98,7 @@ class Checkpoints:
         except (OSError, CannotWrite) as err:
             found = str(err)
             if isinstance(err, OSError):
-                place = err.filename or output
+                place = err.filename or self.output
                 found = f"{place} cannot be written to ({err.strerror or err})"
             good = self.latest()
             way_on = "no checkpoint was saved yet; make room, and start again"

@@ -41,13 +41,11 @@ def run(settings: TrainSettings) -> TrainReport:
     if output.exists() and not output.is_dir():
         raise ValueError(f"{output} is there already: give another --output.")
     with locked(output) if is_first() else nullcontext():
-        return _run(settings, output)
+        return _run(settings, Checkpoints(output, settings.keep_checkpoints))
 
 
-def _run(settings: TrainSettings, output: Path) -> TrainReport:
-    checkpoints = Checkpoints(output, settings.keep_checkpoints)
-    found = checkpoints.latest()
-    _check_output(output, settings, found)
+def _run(settings: TrainSettings, checkpoints: Checkpoints) -> TrainReport:
+    found = checkpoints.to_begin_with(settings.resume)
     data = read_data(settings.data)
     if settings.init is not None and settings.init not in (AUTO, *KINDS):
         locate(settings.init, CONFIG_FILES)
@@ -62,9 +60,8 @@ def _run(settings: TrainSettings, output: Path) -> TrainReport:
     if settings.regenerate:
         from .answers import regenerate  # here, for it is a command as well: python -m
 
-        asked = settings.answers()
-        answered = regenerate(settings.data, output / "answers", model, tokenizer, asked)
-        data = read_data(str(answered))
+        to = checkpoints.output / "answers"
+        data = read_data(str(regenerate(settings.data, to, model, tokenizer, settings.answers())))
     examples = read_examples(
         data, tokenizer, vocab_size, settings.max_seq_length, settings.mask_prompt
     )
@@ -72,8 +69,7 @@ def _run(settings: TrainSettings, output: Path) -> TrainReport:
     settings, needs = fitting(
         settings, student, weight_bytes(model), examples, needs_for(settings, student)
     )
-    recipe = make_recipe(settings)
-    trainer = Trainer(settings, recipe, model, tokenizer, examples, checkpoints)
+    trainer = Trainer(settings, make_recipe(settings), model, tokenizer, examples, checkpoints)
     if found is not None:
         trainer.restore(found)
     if is_first():
@@ -84,11 +80,11 @@ def _run(settings: TrainSettings, output: Path) -> TrainReport:
 
 def _begin_with(settings: TrainSettings) -> tuple[TrainSettings, Given | None]:
     """Find what --init names, and give the settings the defaults of its kind."""
-    if settings.init is None:
+    name = settings.init
+    if name is None:
         kind = settings.kind or "eagle3"
         check_kind(kind, None)
         return filled(settings, kind), None
-    name = settings.init
     if name == AUTO:
         name = known_drafter(settings.model, TRAINED)
         if is_first():
@@ -102,18 +98,3 @@ def _begin_with(settings: TrainSettings) -> tuple[TrainSettings, Given | None]:
             "and --init."
         )
     return filled(replace(settings, init=name), kind), given
-
-
-def _check_output(output: Path, settings: TrainSettings, found: Path | None) -> None:
-    """Raise ValueError if ``output`` holds what this run would spoil, or lacks what it needs."""
-    if settings.resume:
-        if found is None:
-            raise ValueError(f"{output} holds no checkpoint to go on from: leave out --resume.")
-        return
-    if found is not None:
-        raise ValueError(
-            f"{output} holds a run up to batch {int(found.name)}: go on with --resume, or give "
-            "another --output."
-        )
-    if any(output.glob("*.safetensors")):
-        raise ValueError(f"{output} is there already: give another --output.")

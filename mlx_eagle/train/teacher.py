@@ -6,10 +6,9 @@ Its lessons are kept for the batch only, or in a folder for several epochs.
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -63,40 +62,34 @@ def load_target(
     return model, tokenizer, read_json(locate(name, ("config.json",)) / "config.json")
 
 
-@dataclass(frozen=True)
-class Lesson:
-    """Answers of the target about one sequence of n tokens, K slots of which count.
+Lesson = dict[str, mx.array]
+"""Answers of the target about one sequence of n tokens, K slots of which count.
 
-    ``features`` (n, F); ``slots`` (K,) int32; ``states`` (K, h): the states that enter the
-    target's output matrix and give its prediction after token slot + 1. If there is more to its
-    output than that matrix, they are the logits (K, Vd) of the tokens that can be drafted.
-    ``shares`` (K,): see ``TargetBatch``.
-    """
+``features`` (n, F); ``slots`` (K,) int32; ``states`` (K, h): the states that enter the target's
+output matrix and give its prediction after token slot + 1. If there is more to its output than
+that matrix, they are the logits (K, Vd) of the tokens that can be drafted. ``shares`` (K,): see
+``TargetBatch``.
+"""
 
-    features: mx.array
-    slots: mx.array
-    states: mx.array
-    shares: mx.array
 
-    def packed(self, bits: int | None) -> dict[str, mx.array]:
-        """Return the arrays to keep, with features and states in ``bits`` bits a number."""
-        arrays = dict(vars(self))
-        for name in PACKED if bits is not None else ():
-            if arrays[name].size and arrays[name].shape[1] % GROUP == 0:
-                packed = mx.quantize(arrays[name], GROUP, bits)
-                parts = (name, f"{name}.scales", f"{name}.biases")
-                arrays |= dict(zip(parts, packed, strict=True))
-        return arrays
+def packed(lesson: Lesson, bits: int | None) -> Lesson:
+    """Return the arrays to keep, with features and states in ``bits`` bits a number."""
+    arrays = dict(lesson)
+    for name in PACKED if bits is not None else ():
+        if lesson[name].size and lesson[name].shape[1] % GROUP == 0:
+            parts = mx.quantize(lesson[name], GROUP, bits)
+            arrays |= dict(zip((name, f"{name}.scales", f"{name}.biases"), parts, strict=True))
+    return arrays
 
-    @classmethod
-    def unpacked(cls, arrays: dict[str, mx.array], bits: int | None) -> Self:
-        """Make a lesson of arrays that ``packed`` returned."""
-        for name in PACKED:
-            scales = arrays.pop(f"{name}.scales", None)
-            if scales is not None:
-                biases = arrays.pop(f"{name}.biases")
-                arrays[name] = mx.dequantize(arrays[name], scales, biases, GROUP, bits)
-        return cls(**arrays)
+
+def unpacked(arrays: Lesson, bits: int | None) -> Lesson:
+    """Make a lesson of arrays that ``packed`` returned."""
+    lesson = dict(arrays)
+    for name in PACKED:
+        if f"{name}.scales" in lesson:
+            parts = (lesson.pop(f"{name}.{part}") for part in ("scales", "biases"))
+            lesson[name] = mx.dequantize(lesson[name], *parts, GROUP, bits)
+    return lesson
 
 
 def features_of(target: Target, tokens: np.ndarray) -> mx.array:
@@ -219,46 +212,42 @@ class Teacher:
         """
         lessons = self._lessons(batch)
         length = batch.tokens.shape[1]
-        features = mx.stack(
-            [mx.pad(x.features, [(0, length - len(x.features)), (0, 0)]) for x in lessons]
-        )
-        rows = np.concatenate([np.array(x.slots) + i * length for i, x in enumerate(lessons)])
+        taps = [x["features"] for x in lessons]
+        features = mx.stack([mx.pad(x, [(0, length - len(x)), (0, 0)]) for x in taps])
+        rows = np.concatenate([np.array(x["slots"]) + i * length for i, x in enumerate(lessons)])
         slots, weights, counts = filled_up(rows, batch.tokens.shape, num_steps)
-        fill = len(slots) - len(rows)
-        states = mx.pad(mx.concatenate([x.states for x in lessons]), [(0, fill), (0, 0)])
-        shares = mx.concatenate([x.shares for x in lessons])
-        targets = TargetBatch(
-            slots,
-            weights,
-            eval_in_chunks(
-                lambda x: softmax(self._output(x).astype(mx.float32)), states, len(self._ids)
-            ),
-            mx.pad(shares, (0, fill)),
-            mx.array(batch.size * batch.longest / num_ranks, mx.float32),
-            counts,
+        fill = (0, len(slots) - len(rows))
+        states = mx.pad(mx.concatenate([x["states"] for x in lessons]), [fill, (0, 0)])
+        shares = mx.pad(mx.concatenate([x["shares"] for x in lessons]), fill)
+        probs = eval_in_chunks(
+            lambda x: softmax(self._output(x).astype(mx.float32)), states, len(self._ids)
         )
-        return features, targets
+        num_slots = mx.array(batch.size * batch.longest / num_ranks, mx.float32)
+        return features, TargetBatch(slots, weights, probs, shares, num_slots, counts)
 
     def _lessons(self, batch: TokenBatch) -> list[Lesson]:
         """Return a lesson for every sequence, from the cache if it has it, or from the target."""
         if self._cache is None:
             return list(self._make(batch.tokens, batch.counts))
         paths = [self._cache / f"{number}.safetensors" for number in batch.numbers]
-        packed = {row: dict(mx.load(str(path))) for row, path in enumerate(paths) if path.exists()}
-        missing = [row for row in range(len(paths)) if row not in packed]
+        kept = {row: dict(mx.load(str(path))) for row, path in enumerate(paths) if path.exists()}
+        missing = [row for row in range(len(paths)) if row not in kept]
         made = self._make(batch.tokens[missing], batch.counts[missing]) if missing else []
         for row, lesson in zip(missing, made, strict=True):
-            packed[row] = lesson.packed(self._bits)
+            kept[row] = packed(lesson, self._bits)
             try:
                 with new_file(paths[row]) as draft:
-                    save_arrays(draft, packed[row])
+                    save_arrays(draft, kept[row])
             except OSError as err:
                 raise OSError(err.errno, err.strerror, str(self._cache)) from err
         # New lessons are unpacked too: the same is learnt, whether or not a lesson was there.
-        return [Lesson.unpacked(packed[row], self._bits) for row in range(len(paths))]
+        return [unpacked(kept[row], self._bits) for row in range(len(paths))]
 
     def _make(self, tokens: np.ndarray, counts: np.ndarray) -> Iterator[Lesson]:
-        """Make lessons of sequences (B, T); ``counts`` (B, T) says which slots may count."""
+        """Make lessons of sequences (B, T); ``counts`` (B, T) says which slots may count.
+
+        A slot counts if the target's choice can be drafted.
+        """
         at_once = max(1, ROWS_AT_ONCE // tokens.shape[1])
         for start in range(0, len(tokens), at_once):
             own = counts[start : start + at_once]
@@ -266,47 +255,42 @@ class Teacher:
             (places,) = np.pad(own[:, :-1], [(0, 0), (1, 0)]).ravel().nonzero()
             # Padding comes last, so causal layers need neither a mask for it nor a cache. One
             # place at least, so that there is something to compute.
-            rows = mx.array(places if len(places) else [0], mx.int32)
+            asked = mx.array(places if len(places) else [0], mx.int32)
             some = mx.array(tokens[start : start + at_once])
-            logits, features, states = self._target.logits_at(some, rows)
+            logits, features, states = self._target.logits_at(some, asked)
             assert features is not None
-            made = self._lessons_of(places, logits[: len(places)], states, features, own)
-            mx.eval([vars(lesson) for lesson in made])
-            yield from made
+            choices = np.array(mx.argmax(logits[: len(places)], axis=-1))
+            (kept,) = np.isin(choices, np.array(self._ids)).nonzero()
+            chosen = mx.array(kept, mx.int32)
+            entering = self._entering(logits, states, chosen)
+            shares = self._shares(logits, chosen)
+            texts, slots = np.divmod(places[kept], tokens.shape[1])
+            for i, counted in enumerate(own):
+                part = slice(*np.searchsorted(texts, [i, i + 1]).tolist())
+                # Nothing is needed of the positions after the last slot that counts.
+                last = int(counted.nonzero()[0].max(initial=0)) + 2
+                lesson = {"features": features[i, :last], "states": entering[part]}
+                lesson |= {"slots": mx.array(slots[part] - 1, mx.int32), "shares": shares[part]}
+                mx.eval(lesson)
+                yield lesson
 
-    def _lessons_of(
-        self, places: np.ndarray, logits: mx.array, states: Any, features: mx.array, counts: Any
-    ) -> list[Lesson]:
-        """Make lessons of b sequences, from logits (K, V) and features (b, T, F).
-
-        ``places`` (K,) are the positions of the logits, numbered b * T + i, and ``states`` (K, h)
-        are the last layer's output there. A slot counts if the target's choice can be drafted.
-        """
-        is_drafted = np.isin(np.array(mx.argmax(logits, axis=-1)), np.array(self._ids))
-        (kept,) = is_drafted.nonzero()
-        rows, slots = np.divmod(places[kept], features.shape[1])
-        chosen = mx.array(kept, mx.int32)
-        shares = mx.ones(len(kept))
-        if self._needs_sums and len(kept):
-
-            def share(rows: mx.array) -> mx.array:
-                own = logits[rows].astype(mx.float32)
-                drafted = mx.logsumexp(mx.take(own, self._ids, axis=1), axis=-1)
-                return mx.exp(drafted - mx.logsumexp(own, axis=-1))
-
-            shares = eval_in_chunks(share, chosen, logits.shape[-1])
+    def _entering(self, logits: mx.array, states: Any, chosen: mx.array) -> mx.array:
+        """Return the ``states`` of lessons at the rows that are ``chosen``."""
         if self._norm is None:
-            entering = mx.take(logits[chosen], self._ids, axis=1)
-        else:
-            entering = self._norm(states[chosen])
-        lessons = []
-        for i, own in enumerate(counts):
-            part = slice(*np.searchsorted(rows, [i, i + 1]).tolist())
-            # Nothing is needed of the positions after the last slot that counts.
-            taps = features[i, : int(own.nonzero()[0].max(initial=0)) + 2]
-            counted = mx.array(slots[part] - 1, mx.int32)
-            lessons.append(Lesson(taps, counted, entering[part], shares[part]))
-        return lessons
+            return mx.take(logits[chosen], self._ids, axis=1)
+        return self._norm(states[chosen])
+
+    def _shares(self, logits: mx.array, chosen: mx.array) -> mx.array:
+        """Return how much of the target's probability the tokens have that can be drafted."""
+        if not (self._needs_sums and len(chosen)):
+            return mx.ones(len(chosen))
+
+        def share(rows: mx.array) -> mx.array:
+            own = logits[rows].astype(mx.float32)
+            drafted = mx.logsumexp(mx.take(own, self._ids, axis=1), axis=-1)
+            return mx.exp(drafted - mx.logsumexp(own, axis=-1))
+
+        return eval_in_chunks(share, chosen, logits.shape[-1])
 
 
 class HiddenTeacher:

@@ -77,7 +77,7 @@ class Trainer:
         how = (settings.losses(), settings.max_grad_norm, settings.weight_decay)
         self._step = TrainStep(self.recipe.student, *how, self.recipe)
         self._covered = coverage(self.examples.train, self.recipe.student.ids)
-        self._output = Path(settings.output).expanduser()
+        self._output = self.checkpoints.output
         self._trained_tokens = 0
         self.report = TrainReport(self._output)
         self._pace: list[tuple[int, float]] = []  # tokens and seconds of each batch of this run
@@ -118,7 +118,7 @@ class Trainer:
         iters = self.settings.iters
         begun = self.report.iteration
         num_columns = max(self.recipe.depth, len(self.recipe.weights))  # losses and depths
-        with self.checkpoints.explaining(self._output):
+        with self.checkpoints.explaining():
             log = TrainingLog(self._output, num_columns, iters, begun, quiet=not is_first())
             with closing(log):
                 self._train(stop, log)
