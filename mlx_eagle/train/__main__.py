@@ -11,10 +11,11 @@ from mlx_lm.lora import yaml_loader
 
 from ..system.cli_values import add_version_flag, use_plain_words
 from ..system.exit_codes import run_command
+from ..system.ranks import is_first
 from .curves import NEEDED, can_draw, draw_curves
 from .log import CSV
-from .session import is_first, run
 from .settings import TrainSettings, add_flags
+from .trainer import run
 
 
 def make_parser() -> argparse.ArgumentParser:

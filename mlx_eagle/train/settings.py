@@ -79,6 +79,7 @@ def parse_temperatures(text: str) -> tuple[float, ...]:
 
 
 TEMPS = {"type": parse_temperatures, "metavar": "T,T"}
+LAYERS = {"type": layer_numbers, "metavar": "LAYERS"}
 POSITIVE = (math.ulp(0.0), math.inf, "more than 0")
 
 
@@ -158,14 +159,13 @@ class TrainSettings:
     output: str = setting(MISSING, "Folder for the head, its checkpoints, and how it went.")
     init: str | None = setting(
         None,
-        "Begin with this drafter, in any form that mlx_eagle.convert reads, or converted; mtp: "
-        "the target's own layers; auto: the drafter that is known for the target, or for the "
-        "model that it was made from.",
+        "Begin with this drafter, converted or as published; mtp: the target's own layers; auto: "
+        "the drafter that is known for the target, or for the model that it was made from.",
     )
     kind: str | None = setting(
         None,
-        "Kind of a fresh drafter (default: eagle3); with --init it follows from the drafter, but "
-        "peagle makes one of an EAGLE-3 head.",
+        "Kind of a fresh drafter (default: eagle3); with --init it follows from that, but peagle "
+        "makes one of an EAGLE-3 head.",
     )
     fine_tune_type: str = setting(
         "full", "Train all weights, or small matrices beside them.", choices=("full", "lora")
@@ -180,8 +180,7 @@ class TrainSettings:
     trust_remote_code: bool = setting(False, "Let the target bring code of its own.")
     dtype: str | None = setting(
         None,
-        "Floats of the target, and what the head computes in (default: as stored; on a CPU "
-        "float32, with packed weights unpacked, where the memory is enough).",
+        "Floats of the target and of the head's computing (default: as stored; on a CPU float32).",
         choices=DTYPES,
     )
     mask_prompt: bool = setting(True, "Learn from answers only (the default).")
@@ -226,8 +225,7 @@ class TrainSettings:
     )
     mtp_attention: str | None = setting(
         None,
-        "Slots that a step of MTP layers sees: as when decoding, or those of its own step, as "
-        "other trainers have it (default decoded).",
+        "Slots that a step of MTP layers sees: as in decoding (default), or its own step's.",
         choices=("decoded", "step"),
     )
     anchors: int | None = setting(
@@ -260,15 +258,10 @@ class TrainSettings:
         None, "Layers of a fresh drafter (default: 1, of blocks 5).", least=1
     )
     draft_vocab_size: int | None = setting(
-        None,
-        "Tokens that a fresh head can draft (default: 32000, or all), or that the head of --init "
-        "can when more are added or the rarest left out.",
+        None, "Tokens that a head can draft (default: of --init, or 32000, or all).", least=1
     )
     aux_layers: tuple[int, ...] | None = setting(
-        None,
-        "Layers of the target whose input a fresh head takes: 2,16,29.",
-        type=layer_numbers,
-        metavar="LAYERS",
+        None, "Layers of the target whose input a fresh head takes: 2,16,29.", **LAYERS
     )
     intermediate_size: int | None = setting(
         None, "Width of a fresh head's MLP (default: the target's)."
@@ -290,7 +283,7 @@ class TrainSettings:
     )
     cache_bits: int | None = setting(
         None,
-        "Bits of a number of --cache-features: 8 is half its size (default: as it is).",
+        "Bits of each number that is kept there (default: as it is).",
         range=(CACHE_BITS, CACHE_BITS, f"{CACHE_BITS}, or leave it out"),
     )
     resume: bool = setting(False, "Go on from the last checkpoint in --output.")

@@ -92,20 +92,6 @@ def unpacked(arrays: Lesson, bits: int | None) -> Lesson:
     return lesson
 
 
-def features_of(target: Target, tokens: np.ndarray) -> mx.array:
-    """Compute the taps at every position of tokens (B, T), side by side: (B, T, F)."""
-    parts = []
-    at_once = max(1, ROWS_AT_ONCE // tokens.shape[1])
-    for start in range(0, len(tokens), at_once):
-        some = mx.array(tokens[start : start + at_once])
-        # No logits are computed, for nothing asks for their values.
-        _, features, _ = target.logits_at(some, mx.array([0], mx.int32))
-        assert features is not None
-        mx.eval(features)
-        parts.append(features)
-    return mx.concatenate(parts)
-
-
 def filled_up(
     rows: np.ndarray, shape: tuple[int, int], num_steps: int
 ) -> tuple[mx.array, mx.array, mx.array]:
@@ -164,7 +150,26 @@ def output_from(
     return partial(output, best) if is_alike else None
 
 
-class Teacher:
+class TargetReader:
+    """A frozen target that tells the inputs of the layers ``taps`` of every position."""
+
+    def __init__(self, model: nn.Module, taps: tuple[int, ...]):
+        self._target = Target(model, taps)
+
+    def features(self, tokens: np.ndarray) -> mx.array:
+        """Compute the taps at every position of tokens (B, T), side by side: (B, T, F)."""
+        parts = []
+        at_once = max(1, ROWS_AT_ONCE // tokens.shape[1])
+        for start in range(0, len(tokens), at_once):
+            some = mx.array(tokens[start : start + at_once])
+            # No logits are computed, for nothing asks for their values.
+            _, features, _ = self._target.logits_at(some, mx.array([0], mx.int32))
+            mx.eval(features)
+            parts.append(features)
+        return mx.concatenate(parts)
+
+
+class Teacher(TargetReader):
     """A frozen target that teaches heads with the draft vocabulary ``ids`` (Vd,), target ids.
 
     Without ``needs_sums``, for losses that do not use them, every share is 1.
@@ -175,7 +180,7 @@ class Teacher:
     ):
         if not taps:
             raise ValueError("the head taps no layer of the target, so it cannot be taught.")
-        self._target = Target(model, taps)
+        super().__init__(model, taps)
         self._ids = ids
         self._needs_sums = needs_sums
         self._cache: Path | None = None
@@ -197,10 +202,6 @@ class Teacher:
         number = item if bits is None else bits / 8 + 2 * item / GROUP
         numbers = sum(len(x.tokens) * width + x.num_answer * states for x in examples)
         return int(numbers * number) + 8 * sum(x.num_answer for x in examples)
-
-    def features(self, tokens: np.ndarray) -> mx.array:
-        """Compute taps of tokens (B, T); see ``features_of``."""
-        return features_of(self._target, tokens)
 
     def teach(
         self, batch: TokenBatch, num_steps: int, num_ranks: int = 1
@@ -293,7 +294,7 @@ class Teacher:
         return eval_in_chunks(share, chosen, logits.shape[-1])
 
 
-class HiddenTeacher:
+class HiddenTeacher(TargetReader):
     """A frozen target that tells taps and final states of every position.
 
     ``ids`` (Vd,) are the tokens that can be drafted, None for all. ``output`` maps states
@@ -302,7 +303,7 @@ class HiddenTeacher:
 
     def __init__(self, model: nn.Module, taps: tuple[int, ...], ids: mx.array | None = None):
         """Raises ValueError if there is more to the target's output than a product."""
-        self._target = Target(model, (*taps, len(model.layers) + 1))
+        super().__init__(model, (*taps, len(model.layers) + 1))
         rows = mx.arange(PROBED)
         logits, features, _ = self._target.logits_at(rows[None], rows)
         assert features is not None
@@ -314,10 +315,6 @@ class HiddenTeacher:
                 "heads are trained for such a one: leave out --init, or name an EAGLE head."
             )
         self.output = output
-
-    def features(self, tokens: np.ndarray) -> mx.array:
-        """Compute taps and final states of tokens (B, T); see ``features_of``."""
-        return features_of(self._target, tokens)
 
 
 def cache_name(

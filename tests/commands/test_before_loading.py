@@ -12,7 +12,7 @@ from mlx_eagle.bench import __main__ as bench
 from mlx_eagle.commands import flags
 from mlx_eagle.commands import generate as program
 from mlx_eagle.train import __main__ as training
-from mlx_eagle.train import session
+from mlx_eagle.train import trainer
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def sentence(monkeypatch, capsys, tmp_path):
 
     for module, name in (
         (bench, "load"), (bench, "load_demo"), (bench, "ServerMeasurement"), (flags, "load"),
-        (flags, "load_demo"), (session, "load_target"),
+        (flags, "load_demo"), (trainer, "load_target"),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, load)
     monkeypatch.chdir(tmp_path)
