@@ -2,9 +2,9 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -162,29 +162,27 @@ def read_examples(
     Raises ValueError, one sentence, if there is nothing to learn from.
     """
     train, valid = data
-    notes: list[str] = []
-    found = _encoded(train, tokenizer, vocab_size, mask_prompt)
-    sequences = _fitting(found, max_length, notes)
+    how = (tokenizer, vocab_size, max_length, mask_prompt)
+    learnt, notes = _sequences(train, *how)
     if valid:
-        found = _encoded(valid, tokenizer, vocab_size, mask_prompt)
-        held_out = _fitting(found, max_length, [])
-        alike = likeness(list(dict.fromkeys(x.words for x in sequences)))
+        held_out, _ = _sequences(valid, *how)
+        alike = likeness(list(dict.fromkeys(x.words for x in learnt)))
         num_known = sum(bool(alike(x.words)) for x in held_out)
         if num_known:
             notes.append(
                 f"{num_known} of {len(held_out)} sequences of valid.jsonl ask what train.jsonl "
                 "asks, in these words or almost: of them the figures say little."
             )
-        return Examples(tuple(sequences), tuple(held_out), tuple(notes))
-    chosen = choose_held_out([x.words for x in sequences])
+        return Examples(tuple(learnt), tuple(held_out), tuple(notes))
+    chosen = choose_held_out([x.words for x in learnt])
     what = "the prompts are too few or too much alike to hold any out"
     if chosen:
-        what = f"{len(chosen)} of {len(sequences)} sequences are held out, and none like them is"
+        what = f"{len(chosen)} of {len(learnt)} sequences are held out, and none like them is"
         what += " learnt from"
     notes.append(f"There is no valid.jsonl: {what}.")
-    held_out = [sequences[i] for i in sorted(chosen)]
-    sequences = [x for i, x in enumerate(sequences) if i not in chosen]
-    return Examples(tuple(sequences), tuple(held_out), tuple(notes))
+    held_out = [learnt[i] for i in sorted(chosen)]
+    learnt = [x for i, x in enumerate(learnt) if i not in chosen]
+    return Examples(tuple(learnt), tuple(held_out), tuple(notes))
 
 
 def _format_of(where: str, fields: Fields, mask_prompt: bool) -> str:
@@ -211,16 +209,20 @@ def _format_of(where: str, fields: Fields, mask_prompt: bool) -> str:
     return kind
 
 
-def _encoded(
-    rows: Rows, tokenizer: TokenizerWrapper, vocab_size: int, mask_prompt: bool
-) -> list[Example]:
-    """Encode every row as tokens; ValueError names the first row that cannot be read."""
+def _sequences(
+    rows: Rows, tokenizer: TokenizerWrapper, vocab_size: int, max_length: int, mask_prompt: bool
+) -> tuple[list[Example], list[str]]:
+    """Encode rows, cut to ``max_length`` tokens; return those with an answer in that, and notes.
+
+    ValueError names the first row that cannot be read.
+    """
     makers: dict[str, Any] = {
         "completion": CompletionsDataset([], tokenizer, "prompt", "completion", mask_prompt),
         "messages": ChatDataset([], tokenizer, mask_prompt=mask_prompt),
         "text": TextDataset([], tokenizer),
     }
-    examples = []
+    kept = []
+    num_cut = 0
     for where, fields in rows.items():
         kind = _format_of(where, fields, mask_prompt)
         if kind == "tokens":
@@ -233,11 +235,25 @@ def _encoded(
         largest = max(tokens, default=0)
         if largest >= vocab_size:
             raise ValueError(
-                f"{where} holds token {largest}, but the target has {vocab_size} tokens: it "
-                "was made for another vocabulary."
+                f"{where} holds token {largest}, but the target has {vocab_size} tokens: it was "
+                "made for another vocabulary."
             )
-        examples.append(Example(tuple(tokens), num_prompt, words_of(fields)))
-    return examples
+        num_cut += len(tokens) > max_length
+        example = Example(tuple(tokens[:max_length]), num_prompt, words_of(fields))
+        if example.num_answer >= MIN_ANSWER:
+            kept.append(example)
+    if not kept:
+        raise ValueError(
+            f"no sequence of the data has {MIN_ANSWER} tokens of an answer among its first "
+            f"{max_length}: give answers, or a greater --max-seq-length."
+        )
+    notes = []
+    if num_cut:
+        notes.append(f"{num_cut} of {len(rows)} sequences are cut at {max_length} tokens.")
+    if len(kept) < len(rows):
+        num = len(rows) - len(kept)
+        notes.append(f"{num} of {len(rows)} sequences have no answer that long: left out.")
+    return kept, notes
 
 
 @contextmanager
@@ -274,25 +290,3 @@ def _check_recorded(where: str, fields: Fields, tokenizer: TokenizerWrapper) -> 
             f"{where} holds tokens that this target's tokenizer would not give: they are "
             "another target's answers; have answers made with --regenerate."
         )
-
-
-def _fitting(examples: Sequence[Example], max_length: int, notes: list[str]) -> list[Example]:
-    """Cut the sequences to ``max_length``, and leave out those without an answer in that."""
-    kept = []
-    num_cut = 0
-    for example in examples:
-        cut = replace(example, tokens=example.tokens[:max_length])
-        num_cut += len(cut.tokens) < len(example.tokens)
-        if cut.num_answer >= MIN_ANSWER:
-            kept.append(cut)
-    if not kept:
-        raise ValueError(
-            f"no sequence of the data has {MIN_ANSWER} tokens of an answer among its first "
-            f"{max_length}: give answers, or a greater --max-seq-length."
-        )
-    if num_cut:
-        notes.append(f"{num_cut} of {len(examples)} sequences are cut at {max_length} tokens.")
-    if len(kept) < len(examples):
-        num = len(examples) - len(kept)
-        notes.append(f"{num} of {len(examples)} sequences have no answer that long: left out.")
-    return kept

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -17,7 +16,6 @@ from ..system.stop_signals import StopSignals
 from .batches import make_batch
 from .data import Example
 from .recipe import Recipe
-from .settings import TrainSettings
 
 UNKNOWN = -1  # in place of a token after the end of a text: no draft equals it
 
@@ -110,32 +108,31 @@ class Generated:
 
 def generate_held_out(
     folder: Path,
-    model: nn.Module,
+    recipe: Recipe,
     tokenizer: TokenizerWrapper,
     examples: Sequence[Example],
-    settings: TrainSettings,
-    depth: int,
     stop: StopSignals,
 ) -> Generated | None:
     """Let the head in ``folder`` draft for its target on prompts of these examples.
 
     These are the first ``test_prompts`` different ones; each is answered once for every draft
-    length up to ``depth``. Returns None if there are no prompts, as in plain text, or if ``stop``
-    asks to end.
+    length up to the recipe's depth. Returns None if there are no prompts, as in plain text, or if
+    ``stop`` asks to end.
     """
+    settings = recipe.settings
     found = (x.tokens[: x.num_prompt] for x in examples if x.num_prompt)
     prompts = list(dict.fromkeys(found))[: settings.test_prompts]
     if not prompts:
         return None
-    drafter = load_drafter(folder, model)
+    drafter = load_drafter(folder, recipe.model)
     lengths = []
-    with open_bar(depth * len(prompts), "Generating", "answer") as bar:
-        for size in range(1, depth + 1):
+    with open_bar(recipe.depth * len(prompts), "Generating", "answer") as bar:
+        for size in range(1, recipe.depth + 1):
             total = Stats()
             for prompt in map(list, prompts):
                 options = {"max_tokens": settings.test_tokens, "num_draft_tokens": size}
                 for response in stream_generate(
-                    model, tokenizer, prompt, draft_model=drafter, **options
+                    recipe.model, tokenizer, prompt, draft_model=drafter, **options
                 ):
                     if stop.is_asked:
                         return None

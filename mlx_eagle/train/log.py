@@ -5,13 +5,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import mlx.core as mx
+import numpy as np
 from tqdm import tqdm
 
 from ..system.atomic_folder import new_file
 from ..system.progress import open_bar
 from .evaluation import Evaluation, Generated
+from .settings import TrainSettings
 
 CSV = "training.csv"
+FIRST = 4  # batches before the run says how long it will take
 
 
 class TrainingLog:
@@ -21,24 +24,27 @@ class TrainingLog:
     removed. A ``quiet`` log writes neither lines nor rows: that of every rank but the first.
     """
 
-    def __init__(self, output: Path, num_steps: int, iters: int, iteration: int, quiet: bool):
+    def __init__(
+        self, output: Path, num_steps: int, settings: TrainSettings, iteration: int, quiet: bool
+    ):
         empty = [0.0] * num_steps
         self._columns = [
-            "iteration",
-            "loss",
-            *_numbered("loss", empty),
-            *("learning_rate", "grad_norm", "trained_tokens", "tokens_per_second"),
-            "peak_memory_gb",
-            *_numbered("match", empty),
+            "iteration", "loss", *_numbered("loss", empty), "learning_rate", "grad_norm",
+            "trained_tokens", "tokens_per_second", "peak_memory_gb", *_numbered("match", empty),
             *_numbered("mean_acceptance_length", empty),
-        ]
+        ]  # fmt: skip
         self._path = output / CSV
+        self._settings = settings
         self._quiet = quiet
+        self._num = 0  # batches of this run
+        self._seconds = 0.0  # of these
+        self._recent: list[tuple[np.ndarray, int, float]] = []  # since the last report
         if not quiet:
             self._cut(iteration)
-        self._bar = tqdm(disable=True) if quiet else open_bar(iters, "Training", "batch")
-        self._bar.update(iteration)
-        self.close = self._bar.close
+        bar = tqdm(disable=True) if quiet else open_bar(settings.iters, "Training", "batch")
+        bar.update(iteration)
+        self._bar = bar
+        self.close = bar.close
 
     def _cut(self, iteration: int) -> None:
         """Write the table anew, without the rows after ``iteration``."""
@@ -59,27 +65,39 @@ class TrainingLog:
             with tqdm.external_write_mode():
                 print(line, flush=True)
 
-    def advance(self, tokens_per_second: float) -> None:
-        """Move the bar on by a batch."""
-        self._bar.update()
-        self._bar.set_postfix_str(f"{tokens_per_second:.0f} tokens/s")
-
-    def training(
-        self, iteration: int, losses: Sequence[float], left: float, **figures: float
+    def learnt(
+        self, iteration: int, losses: np.ndarray, num_tokens: int, seconds: float, **figures: float
     ) -> None:
-        """Report the mean loss of each step since the last report, and the seconds to go.
+        """Move the bar on by a batch; if a report is due, report all batches since the last one.
 
-        ``figures`` are those of other columns.
+        ``losses`` (num_steps,) are those of the batch; ``figures`` are those of other columns.
         """
-        row = {"loss": sum(losses), "peak_memory_gb": round(mx.get_peak_memory() / 1e9, 3)}
-        row |= figures
-        self._write(iteration, row | _numbered("loss", losses))
+        settings = self._settings
+        self._recent.append((losses, num_tokens, seconds))
+        # The first batch, which compiles, says nothing about the others.
+        self._seconds = seconds if self._num < 2 else self._seconds + seconds
+        self._num += 1
+        left = duration((settings.iters - iteration) * self._seconds / max(1, self._num - 1))
+        speed = f"{num_tokens / seconds:.0f} tokens"
+        self._bar.update()
+        self._bar.set_postfix_str(f"{speed}/s")
+        if self._num == FIRST:
+            self.say(f"{speed} per second: {left} left.")
+        if iteration % settings.steps_per_report and iteration < settings.iters:
+            return
+        all_losses, tokens, times = zip(*self._recent, strict=True)
+        self._recent = []
+        means = np.mean(all_losses, axis=0).tolist()
+        row = figures | _numbered("loss", means)
+        row["loss"] = sum(means)
+        row["tokens_per_second"] = round(sum(tokens) / sum(times), 1)
+        row["peak_memory_gb"] = round(mx.get_peak_memory() / 1e9, 3)
+        self._write(iteration, row)
         self.say(
-            f"Iter {iteration}: Train loss {row['loss']:.3f}, first step {losses[0]:.3f}, "
+            f"Iter {iteration}: Train loss {row['loss']:.3f}, first step {means[0]:.3f}, "
             f"Learning Rate {row['learning_rate']:.3e}, "
-            f"Tokens/sec {row['tokens_per_second']:.1f}, "
-            f"Trained Tokens {row['trained_tokens']}, "
-            f"Peak mem {row['peak_memory_gb']:.3f} GB, {duration(left)} left"
+            f"Tokens/sec {row['tokens_per_second']:.1f}, Trained Tokens {row['trained_tokens']}, "
+            f"Peak mem {row['peak_memory_gb']:.3f} GB, {left} left"
         )
 
     def evaluation(self, iteration: int, found: Evaluation) -> None:

@@ -96,7 +96,7 @@ class Checkpoints:
         except BrokenPipeError:  # of a reader of the run's lines, not of a disk
             raise
         except (OSError, CannotWrite) as err:
-            found = str(err)
+            found = str(err)  # of a folder that could not be written
             if isinstance(err, OSError):
                 place = err.filename or self.output
                 found = f"{place} cannot be written to ({err.strerror or err})"

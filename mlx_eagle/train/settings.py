@@ -310,35 +310,27 @@ class TrainSettings:
         self.answers()
 
     def losses(self) -> LossSettings:
-        by_kind = {"num_steps": self.ttt_steps, "decay": self.step_decay, "kind": self.loss}
-        given: dict[str, Any] = {k: v for k, v in by_kind.items() if v is not None}
+        settings = {
+            "num_steps": self.ttt_steps, "decay": self.step_decay, "kind": self.loss,
+            "kl_scale": self.kl_scale, "kl_decay": self.kl_decay,
+            "checkpoint": self.grad_checkpoint,
+        }  # fmt: skip
         if self.depths is not None:
-            given |= {"num_steps": self.depths, "decay": 1.0, "kept": KEPT}
-        return LossSettings(
-            **given,
-            kl_scale=self.kl_scale,
-            kl_decay=self.kl_decay,
-            checkpoint=bool(self.grad_checkpoint),
-        )
+            settings |= {"num_steps": self.depths, "decay": 1.0, "kept": KEPT}
+        given: dict[str, Any] = {k: v for k, v in settings.items() if v is not None}
+        return LossSettings(**given)
 
     def answers(self) -> AnswerSettings:
-        return AnswerSettings(
-            temps=self.answer_temps,
-            max_tokens=self.answer_tokens,
-            max_prompt_tokens=self.max_seq_length,
-            rows=self.answer_rows,
-            seed=self.seed,
-        )
+        sizes = (self.answer_tokens, self.max_seq_length, self.answer_rows)
+        return AnswerSettings(self.answer_temps, *sizes, seed=self.seed)
 
     def check_same(self, before: dict[str, Any]) -> None:
         """Raise ValueError if a run that had the settings ``before`` cannot resume with these."""
         for each in fields(self):
-            if each.name in FREE or each.name not in before:
-                continue
             now = getattr(self, each.name)
             now = list(now) if isinstance(now, tuple) else now
-            then = before[each.name]
-            if now != then:
+            then = before.get(each.name, now)
+            if each.name not in FREE and now != then:
                 raise ValueError(
                     f"{flag_of(each.name)} is {now}, but the run to go on with has {then}: give "
                     "it the same, or begin a new run in another --output."

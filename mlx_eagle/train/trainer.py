@@ -2,14 +2,12 @@
 
 import math
 import time
-from collections.abc import Sequence
 from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -28,7 +26,7 @@ from .evaluation import Evaluation, Generated, evaluate, generate_held_out
 from .given import AUTO, Given, converted, known_drafter, open_given, write_files
 from .head_card import make_card
 from .kinds import TRAINED, begin, check_kind, check_mask, filled, needs_for, title_of, trained_as
-from .log import TrainingLog, duration
+from .log import TrainingLog
 from .memory import fitting, memory_kept_to
 from .optimizer import TrainStep, learning_rate
 from .recipe import Recipe
@@ -38,7 +36,6 @@ from .teacher import load_target
 
 FACTS = {"iteration": int, "trained_tokens": int, "settings": dict, "data": str}
 """Facts in a checkpoint besides its arrays, by their types."""
-FIRST = 4  # batches before the run says how long it will take
 
 
 @dataclass
@@ -63,15 +60,14 @@ class TrainReport:
 class Trainer:
     """State of a run, and the loop."""
 
-    settings: TrainSettings
     recipe: Recipe
-    model: nn.Module
     tokenizer: TokenizerWrapper
     examples: Examples
     checkpoints: Checkpoints
 
     def __post_init__(self) -> None:
-        settings = self.settings
+        settings = self.recipe.settings
+        self.settings = settings
         world = mx.distributed.init()
         self._ranks = (world.rank(), world.size())
         if settings.batch_size % world.size():
@@ -87,8 +83,6 @@ class Trainer:
         self._output = self.checkpoints.output
         self._trained_tokens = 0
         self.report = TrainReport(self._output)
-        self._pace: list[tuple[int, float]] = []  # tokens and seconds of each batch of this run
-        self._recent: list[np.ndarray] = []  # losses since the last report
 
     def describe(self, needs: str) -> None:
         """Print what is trained on what; ``needs`` is a sentence about the memory."""
@@ -122,14 +116,15 @@ class Trainer:
 
         Raises ValueError if the loss is no longer a number, or the disk is full.
         """
-        iters = self.settings.iters
         begun = self.report.iteration
         num_columns = max(self.recipe.depth, len(self.recipe.weights))  # losses and depths
         with self.checkpoints.explaining():
-            log = TrainingLog(self._output, num_columns, iters, begun, quiet=not is_first())
+            log = TrainingLog(
+                self._output, num_columns, self.settings, begun, quiet=not is_first()
+            )
             with closing(log):
                 self._train(stop, log)
-            self.report.is_finished = self.report.iteration >= iters
+            self.report.is_finished = self.report.iteration >= self.settings.iters
             if self.report.is_finished and is_first():
                 self._finish(stop, log)
         if self.report.is_finished:
@@ -166,7 +161,7 @@ class Trainer:
         return mx.distributed.all_sum(array, stream=mx.cpu) / self._ranks[1]
 
     def _learn(self, log: TrainingLog) -> None:
-        """Learn from the next batch; if a report is due, report all since the last one."""
+        """Learn from the next batch."""
         settings = self.settings
         begun = time.perf_counter()
         number = self.report.iteration
@@ -185,31 +180,16 @@ class Trainer:
         self._check(losses, norm)
         num_tokens = sum(len(self.examples.train[i].tokens) for i in numbers)
         self._trained_tokens += num_tokens
-        self._recent.append(losses)
-        self._pace.append((num_tokens, time.perf_counter() - begun))
         self.report.losses = tuple(losses.tolist())
-        log.advance(_speed(self._pace[-1:]))
-        if len(self._pace) == FIRST:
-            speed = _speed(self._pace[1:])
-            log.say(f"{speed:.0f} tokens per second: {duration(self._left())} left.")
-        if (number + 1) % settings.steps_per_report == 0 or number + 1 == settings.iters:
-            log.training(
-                number + 1,
-                np.mean(self._recent, axis=0).tolist(),
-                self._left(),
-                learning_rate=rate,
-                grad_norm=norm.item(),
-                trained_tokens=self._trained_tokens,
-                tokens_per_second=round(_speed(self._pace[-len(self._recent) :]), 1),
-            )
-            self._recent = []
-
-    def _left(self) -> float:
-        """Estimate the seconds that the remaining batches take, without evaluations."""
-        mean = self.examples.num_tokens / len(self.examples.train) * self.settings.batch_size
-        # The first batch, which compiles, says nothing about the others.
-        speed = _speed(self._pace[1:] or self._pace)
-        return (self.settings.iters - self.report.iteration) * mean / speed
+        log.learnt(
+            number + 1,
+            losses,
+            num_tokens,
+            time.perf_counter() - begun,
+            learning_rate=rate,
+            grad_norm=norm.item(),
+            trained_tokens=self._trained_tokens,
+        )
 
     def _check(self, losses: np.ndarray, norm: mx.array) -> None:
         """Raise ValueError if the last batch has spoilt the weights."""
@@ -269,28 +249,24 @@ class Trainer:
     def _finish(self, stop: StopSignals, log: TrainingLog) -> None:
         """Write the head with its target's tokenizer, let it decode, and write its card."""
         settings = self.settings
-        given = self.recipe.given
-        config, weights = self.recipe.files(self._notes(), is_final=True)
+        recipe = self.recipe
+        config, weights = recipe.files(self._notes(), is_final=True)
         open_target(settings.model).copy_tokenizer(self._output)
         write_files(self._output, config, weights)
         if settings.fine_tune_type == "lora":
             save_arrays(self._output / "adapters.safetensors", self._step.weights)
-        if there := self.recipe.write_published(self._output):
+        if there := recipe.write_published(self._output):
             log.say(f"As it is published, it is in {there}.")
-        self.report.generated = self._generate(self._output, stop)
+        how = (recipe, self.tokenizer, self.examples.valid, stop)
+        self.report.generated = generate_held_out(self._output, *how)
         if self.report.generated is not None:
-            if given is not None:
-                given = converted(given, settings.model)
-                self.report.before = self._generate(given.folder, stop)
+            if recipe.given is not None:
+                given = converted(recipe.given, settings.model)
+                self.report.before = generate_held_out(given.folder, *how)
             log.generated(self.report.generated, self.report.before)
             write_files(self._output, config | self._notes())
         card = make_card(self._output.name, self._notes()["training"])
         (self._output / "README.md").write_text(card, encoding="utf-8")
-
-    def _generate(self, folder: Path, stop: StopSignals) -> Generated | None:
-        """Let the drafter in that folder draft for held-out prompts."""
-        given = (folder, self.model, self.tokenizer, self.examples.valid)
-        return generate_held_out(*given, self.settings, self.recipe.depth, stop)
 
 
 def train(model: str, data: str, output: str, **options: Any) -> TrainReport:
@@ -338,7 +314,7 @@ def _run(settings: TrainSettings, checkpoints: Checkpoints) -> TrainReport:
     settings, needs = fitting(
         settings, student, weight_bytes(model), examples, needs_for(settings, student)
     )
-    trainer = Trainer(settings, make_recipe(settings), model, tokenizer, examples, checkpoints)
+    trainer = Trainer(make_recipe(settings), tokenizer, examples, checkpoints)
     if found is not None:
         trainer.restore(found)
     if is_first():
@@ -367,11 +343,6 @@ def _begin_with(settings: TrainSettings) -> tuple[TrainSettings, Given | None]:
             "and --init."
         )
     return filled(replace(settings, init=name), kind), given
-
-
-def _speed(pace: Sequence[tuple[int, float]]) -> float:
-    """Return tokens per second, of batches given as (tokens, seconds)."""
-    return sum(num for num, _ in pace) / sum(seconds for _, seconds in pace)
 
 
 def _shown(name: str) -> str:

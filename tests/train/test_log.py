@@ -3,21 +3,24 @@
 import csv
 from pathlib import Path
 
+import numpy as np
+
 from mlx_eagle.train.evaluation import Evaluation
 from mlx_eagle.train.log import TrainingLog, duration
+from mlx_eagle.train.settings import TrainSettings
 
 FOUND = Evaluation(match=(0.5, 0.25), lengths=(1.5, 1.75), num_slots=8, num_sequences=2)
 
-FIGURES = {"learning_rate": 1e-3, "grad_norm": 2.0, "tokens_per_second": 100.0}
+SETTINGS = TrainSettings("", "", "", iters=9, steps_per_report=1)
+FIGURES = {"learning_rate": 1e-3, "grad_norm": 2.0}
 
 
 def write(folder: Path, first: int, last: int) -> None:
     """Report batches ``first`` to ``last``, like a run that resumes after the batch before."""
-    log = TrainingLog(folder, 2, 9, first - 1, quiet=False)
+    log = TrainingLog(folder, 2, SETTINGS, first - 1, quiet=False)
     for number in range(first, last + 1):
-        log.training(
-            number, [number + 0.5, number + 0.25], 75.0, **FIGURES, trained_tokens=10 * number
-        )
+        losses = np.array([number + 0.5, number + 0.25])
+        log.learnt(number, losses, 10, 0.1, **FIGURES, trained_tokens=10 * number)
     log.evaluation(last, FOUND)
     log.close()
 
@@ -62,9 +65,8 @@ def test_a_run_that_begins_again_begins_its_table_again(tmp_path):
 
 
 def test_a_quiet_log_says_and_writes_nothing(tmp_path, capsys):
-    log = TrainingLog(tmp_path, 2, 9, 0, quiet=True)
-    log.advance(1.0)
-    log.training(1, [1.0, 1.0], 75.0, **FIGURES, trained_tokens=10)
+    log = TrainingLog(tmp_path, 2, SETTINGS, 0, quiet=True)
+    log.learnt(1, np.ones(2), 10, 0.1, **FIGURES, trained_tokens=10)
     log.evaluation(1, FOUND)
     log.close()
     assert capsys.readouterr() == ("", "") and not list(tmp_path.iterdir())
