@@ -244,7 +244,7 @@ def _sequences(
             kept.append(example)
     if not kept:
         raise ValueError(
-            f"no sequence of the data has {MIN_ANSWER} tokens of an answer among its first "
+            f"the data have no sequence with {MIN_ANSWER} tokens of an answer among its first "
             f"{max_length}: give answers, or a greater --max-seq-length."
         )
     notes = []
