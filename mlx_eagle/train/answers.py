@@ -213,7 +213,6 @@ def answer_file(
 def _line(
     tokenizer: TokenizerWrapper, question: AskedPrompt, temp: float, answer: list[int], reason: str
 ) -> str:
-    """Write one line of the file."""
     text = tokenizer.decode(answer[:-1] if reason == "stop" else answer)
     row = {
         "key": question.key,

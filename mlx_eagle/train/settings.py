@@ -83,7 +83,7 @@ LAYERS = {"type": layer_numbers, "metavar": "LAYERS"}
 POSITIVE = (math.ulp(0.0), math.inf, "more than 0")
 
 
-def setting(default: Any, text: str, least: int | None = None, **options: Any) -> Any:
+def setting(text: str, default: Any = None, *, least: int | None = None, **options: Any) -> Any:
     """Make a field with the help text of its flag.
 
     ``options``: ``choices``, ``type`` and ``metavar`` are argparse's; ``range`` are the smallest
@@ -126,14 +126,14 @@ class AnswerSettings:
     """Settings of answers: each prompt gets one at every temperature, ``rows`` of them at once."""
 
     temps: tuple[float, ...] = setting(
-        TEMPERATURES,
         "Temperatures at each of which every prompt is answered (default 0,0.6,1).",
+        TEMPERATURES,
         **TEMPS,
     )
-    max_tokens: int = setting(512, "Most tokens of an answer.", least=1)
-    max_prompt_tokens: int = setting(1024, "Longer prompts are passed over.", least=1)
-    rows: int = setting(32, "Answers that are decoded at once.", least=1)
-    seed: int = setting(0, "Seed of the order and of the sampling.")
+    max_tokens: int = setting("Most tokens of an answer.", 512, least=1)
+    max_prompt_tokens: int = setting("Longer prompts are passed over.", 1024, least=1)
+    rows: int = setting("Answers that are decoded at once.", 32, least=1)
+    seed: int = setting("Seed of the order and of the sampling.", 0)
 
     def __post_init__(self) -> None:
         check_values(self)
@@ -151,155 +151,139 @@ class TrainSettings:
     ``grad_accumulation_steps`` make one step of the optimizer.
     """
 
-    model: str = setting(MISSING, "Folder or hub repo of the target.")
+    model: str = setting("Folder or hub repo of the target.", MISSING)
     data: str = setting(
-        MISSING,
         "Folder with train.jsonl (and valid.jsonl), or a hub data set, as mlx_lm.lora takes.",
+        MISSING,
     )
-    output: str = setting(MISSING, "Folder for the head, its checkpoints, and how it went.")
+    output: str = setting("Folder for the head, its checkpoints, and how it went.", MISSING)
     init: str | None = setting(
-        None,
         "Begin with this drafter, converted or as published; mtp: the target's own layers; auto: "
-        "the drafter that is known for the target, or for the model that it was made from.",
+        "the drafter that is known for the target, or for the model that it was made from."
     )
     kind: str | None = setting(
-        None,
         "Kind of a fresh drafter (default: eagle3); with --init it follows from that, but peagle "
-        "makes one of an EAGLE-3 head.",
+        "makes one of an EAGLE-3 head."
     )
     fine_tune_type: str = setting(
-        "full", "Train all weights, or small matrices beside them.", choices=("full", "lora")
+        "Train all weights, or small matrices beside them.", "full", choices=("full", "lora")
     )
-    lora_rank: int = setting(16, "Rank of the matrices of lora.", least=1)
-    lora_scale: float = setting(1.0, "Factor of what the matrices of lora add.", range=POSITIVE)
+    lora_rank: int = setting("Rank of the matrices of lora.", 16, least=1)
+    lora_scale: float = setting("Factor of what the matrices of lora add.", 1.0, range=POSITIVE)
     train_embeddings: bool = setting(
-        False, "Train an assistant's table, too: it then drafts from its whole vocabulary."
+        "Train an assistant's table, too: it then drafts from its whole vocabulary.", False
     )
-    train_experts: bool = setting(False, "Train the experts of MTP layers, too.")
-    adapter_path: str | None = setting(None, "Adapters of the target, as mlx_lm.lora writes them.")
-    trust_remote_code: bool = setting(False, "Let the target bring code of its own.")
+    train_experts: bool = setting("Train the experts of MTP layers, too.", False)
+    adapter_path: str | None = setting("Adapters of the target, as mlx_lm.lora writes them.")
+    trust_remote_code: bool = setting("Let the target bring code of its own.", False)
     dtype: str | None = setting(
-        None,
         "Floats of the target and of the head's computing (default: as stored; on a CPU float32).",
         choices=DTYPES,
     )
-    mask_prompt: bool = setting(True, "Learn from answers only (the default).")
-    iters: int = setting(1000, "Batches to train for.", least=0)
-    batch_size: int = setting(8, "Sequences per batch, of all machines together.", least=1)
+    mask_prompt: bool = setting("Learn from answers only (the default).", True)
+    iters: int = setting("Batches to train for.", 1000, least=0)
+    batch_size: int = setting("Sequences per batch, of all machines together.", 8, least=1)
     learning_rate: float | None = setting(
-        None, "Peak of the learning rate (default: by kind).", range=POSITIVE
+        "Peak of the learning rate (default: by kind).", range=POSITIVE
     )
     warmup: float | None = setting(
-        None,
         "Share of all steps in which the learning rate rises (default: by kind).",
         range=(0, math.nextafter(1, 0), "a share of all steps, below 1"),
     )
-    weight_decay: float = setting(0.0, "Weight decay of AdamW.")
+    weight_decay: float = setting("Weight decay of AdamW.", 0.0)
     max_grad_norm: float | None = setting(
-        None, "Gradients are clipped to this norm (default: by kind).", range=POSITIVE
+        "Gradients are clipped to this norm (default: by kind).", range=POSITIVE
     )
-    max_seq_length: int = setting(2048, "Longer sequences are cut.", least=8)
+    max_seq_length: int = setting("Longer sequences are cut.", 2048, least=8)
     grad_checkpoint: bool | None = setting(
-        None, "Compute activations again, not keep them (default: where the memory asks for it)."
+        "Compute activations again, not keep them (default: where the memory asks for it)."
     )
-    grad_accumulation_steps: int = setting(1, "Batches per step of the optimizer.", least=1)
+    grad_accumulation_steps: int = setting("Batches per step of the optimizer.", 1, least=1)
     ttt_steps: int | None = setting(
-        None, "Drafts in a row that are trained, each after the last (default: by kind).", least=1
+        "Drafts in a row that are trained, each after the last (default: by kind).", least=1
     )
     depths: int | None = setting(
-        None, "Tokens in a row that a P-EAGLE head learns to draft at once (default 8).", least=1
+        "Tokens in a row that a P-EAGLE head learns to draft at once (default 8).", least=1
     )
     step_decay: float | None = setting(
-        None, "Step j of the training-time test weighs this to the power of j (default: by kind)."
+        "Step j of the training-time test weighs this to the power of j (default: by kind)."
     )
     loss: str | None = setting(
-        None,
         "ce: cross-entropy; kl: divergence from the target; tv: the share that it rejects; l1: "
         "twice that; a mix of these, ce=.1,tv=.9; lk-alpha, lk-lambda: acceptance losses "
-        "(default: by kind).",
+        "(default: by kind)."
     )
     labels: str | None = setting(
-        None,
         "Tokens that ce compares with: the text's, or the target's choices (default: by kind).",
         choices=("text", "argmax"),
     )
     mtp_attention: str | None = setting(
-        None,
         "Slots that a step of MTP layers sees: as in decoding (default), or its own step's.",
         choices=("decoded", "step"),
     )
     anchors: int | None = setting(
-        None, "Blocks of a text, drawn anew each epoch (default 128).", least=1
+        "Blocks of a text, drawn anew each epoch (default 128).", least=1
     )
-    block_size: int | None = setting(
-        None, "Slots of a fresh drafter's block (default 16).", least=2
-    )
+    block_size: int | None = setting("Slots of a fresh drafter's block (default 16).", least=2)
     mask_token_id: int | None = setting(
-        None, "Token of a fresh drafter's masked slots (default: one of no text).", least=0
+        "Token of a fresh drafter's masked slots (default: the last that has no text).", least=0
     )
     position_weights: str | None = setting(
-        None,
         "Weights by position in a block: dpace, by how likely it is to be reached; decay, by "
         "exp(-k / gamma) (default: by kind).",
         choices=("dpace", "decay"),
     )
     gamma: float | None = setting(
-        None, "Positions in which decay falls by e (default: by block).", range=POSITIVE
+        "Positions in which decay falls by e (default: by block).", range=POSITIVE
     )
     loss_divisor: str | None = setting(
-        None,
         "Divisor of a block's losses: the sum of weights, the number of rows, or of texts "
         "(default rows; with decay weights, but with kl rows).",
         choices=("weights", "rows", "texts"),
     )
-    kl_scale: float = setting(1.0, "lk-lambda: share of cross-entropy where nothing is accepted.")
-    kl_decay: float = setting(1.0, "lk-lambda: how fast that share falls with acceptance.")
+    kl_scale: float = setting("lk-lambda: share of cross-entropy where nothing is accepted.", 1.0)
+    kl_decay: float = setting("lk-lambda: how fast that share falls with acceptance.", 1.0)
     num_layers: int | None = setting(
-        None, "Layers of a fresh drafter (default: 1, of blocks 5).", least=1
+        "Layers of a fresh drafter (default: 1, of blocks 5).", least=1
     )
     draft_vocab_size: int | None = setting(
-        None, "Tokens that a head can draft (default: of --init, or 32000, or all).", least=1
+        "Tokens that a head can draft (default: of --init, or 32000, or all).", least=1
     )
     aux_layers: tuple[int, ...] | None = setting(
-        None, "Layers of the target whose input a fresh head takes: 2,16,29.", **LAYERS
+        "Layers of the target whose input a fresh head takes: 2,16,29.", **LAYERS
     )
-    intermediate_size: int | None = setting(
-        None, "Width of a fresh head's MLP (default: the target's)."
-    )
-    steps_per_report: int = setting(10, "Batches between two lines about the loss.", least=1)
-    steps_per_eval: int = setting(200, "Batches between two evaluations.", least=1)
-    save_every: int = setting(100, "Batches between two checkpoints.", least=1)
-    val_batches: int = setting(25, "Batches to evaluate on; -1 is all that is held out.", least=-1)
+    intermediate_size: int | None = setting("Width of a fresh head's MLP (default: the target's).")
+    steps_per_report: int = setting("Batches between two lines about the loss.", 10, least=1)
+    steps_per_eval: int = setting("Batches between two evaluations.", 200, least=1)
+    save_every: int = setting("Batches between two checkpoints.", 100, least=1)
+    val_batches: int = setting("Batches to evaluate on; -1 is all that is held out.", 25, least=-1)
     test_prompts: int = setting(
-        4, "Held-out prompts that the finished head drafts for; 0 is none.", least=0
+        "Held-out prompts that the finished head drafts for; 0 is none.", 4, least=0
     )
     test_tokens: int = setting(
-        64, "Tokens of each such answer, which is given once for each draft length.", least=2
+        "Tokens of each such answer, which is given once for each draft length.", 64, least=2
     )
-    keep_checkpoints: int = setting(2, "Checkpoints to keep.", least=1)
-    seed: int = setting(0, "Seed of the fresh head and of the order of the data.")
+    keep_checkpoints: int = setting("Checkpoints to keep.", 2, least=1)
+    seed: int = setting("Seed of the fresh head and of the order of the data.", 0)
     cache_features: str | None = setting(
-        None, "Keep what the target says of each sequence here, for more epochs."
+        "Keep what the target says of each sequence here, for more epochs."
     )
     cache_bits: int | None = setting(
-        None,
         "Bits of each number that is kept there (default: as it is).",
         range=(CACHE_BITS, CACHE_BITS, f"{CACHE_BITS}, or leave it out"),
     )
-    resume: bool = setting(False, "Go on from the last checkpoint in --output.")
+    resume: bool = setting("Go on from the last checkpoint in --output.", False)
     regenerate: bool = setting(
-        False, "Learn from the target's own answers to the data's prompts, made first."
+        "Learn from the target's own answers to the data's prompts, made first.", False
     )
     answer_temps: tuple[float, ...] = setting(
-        TEMPERATURES, "Temperatures of these answers (default 0,0.6,1).", **TEMPS
+        "Temperatures of these answers (default 0,0.6,1).", TEMPERATURES, **TEMPS
     )
-    answer_tokens: int = setting(512, "Most tokens of such an answer.", least=1)
-    answer_rows: int = setting(32, "Answers that are decoded at once.", least=1)
-    quantize: bool = setting(False, "Quantize the finished head.")
-    q_bits: int | None = setting(
-        None, "Bits of a weight (default: 4; fusion and output matrix 6)."
-    )
-    q_group_size: int = setting(64, "Weights that share a scale.")
+    answer_tokens: int = setting("Most tokens of such an answer.", 512, least=1)
+    answer_rows: int = setting("Answers that are decoded at once.", 32, least=1)
+    quantize: bool = setting("Quantize the finished head.", False)
+    q_bits: int | None = setting("Bits of a weight (default: 4; fusion and output matrix 6).")
+    q_group_size: int = setting("Weights that share a scale.", 64)
 
     def __post_init__(self) -> None:
         check_values(self)

@@ -132,7 +132,6 @@ class Trainer:
         return self.report
 
     def _train(self, stop: StopSignals, log: TrainingLog) -> None:
-        """Learn from batch after batch."""
         settings = self.settings
         if self.report.iteration == 0:
             self._evaluate(log)
@@ -161,7 +160,6 @@ class Trainer:
         return mx.distributed.all_sum(array, stream=mx.cpu) / self._ranks[1]
 
     def _learn(self, log: TrainingLog) -> None:
-        """Learn from the next batch."""
         settings = self.settings
         begun = time.perf_counter()
         number = self.report.iteration
