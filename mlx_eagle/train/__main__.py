@@ -12,7 +12,7 @@ from mlx_lm.lora import yaml_loader
 from ..system.cli_values import add_version_flag, use_plain_words
 from ..system.exit_codes import run_command
 from ..system.ranks import is_first
-from .curves import NEEDED, can_draw, draw_curves
+from .curves import draw_curves
 from .log import CSV
 from .settings import TrainSettings, add_flags
 from .trainer import run
@@ -68,11 +68,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _run(argv: Sequence[str] | None) -> None:
     report = run(settings_of(argv))
-    if is_first():
-        there = (
-            f"Its figures are in {report.output / CSV}; curves of them need matplotlib: {NEEDED}."
-        )
-        print(f"Its curves are in {draw_curves(report.output)}." if can_draw() else there)
+    if not is_first():
+        return
+    try:
+        print(f"Its curves are in {draw_curves(report.output)}.")
+    except ValueError as err:
+        print(f"Its figures are in {report.output / CSV}; {err}")
 
 
 if __name__ == "__main__":

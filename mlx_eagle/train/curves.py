@@ -9,18 +9,12 @@ from ..system.atomic_folder import new_file
 from .log import CSV
 
 PICTURE = "training.png"
-NEEDED = "pip install 'mlx-eagle[plots]'"
 CHARTS = {
     "loss": "Loss: all steps together, and each step k",
     "match": "Acceptance at depth k, on what is held out",
     "mean_acceptance_length": "Mean acceptance length (tau) of drafts of k tokens",
 }
 """Titles of the charts, by the columns of the table that they show."""
-
-
-def can_draw() -> bool:
-    """Return whether matplotlib is installed, which an extra of this package brings."""
-    return find_spec("matplotlib") is not None
 
 
 def draw_curves(output: str | Path) -> Path:
@@ -31,8 +25,8 @@ def draw_curves(output: str | Path) -> Path:
     table = Path(output).expanduser() / CSV
     if not table.is_file():
         raise ValueError(f"{table.parent} has no {CSV}: name the --output of a training run.")
-    if not can_draw():
-        raise ValueError(f"curves of {table} need matplotlib: {NEEDED}.")
+    if find_spec("matplotlib") is None:
+        raise ValueError("curves of them need matplotlib: pip install 'mlx-eagle[plots]'.")
     from matplotlib import colormaps  # here: it takes a second, and may be missing
     from matplotlib.figure import Figure
 
