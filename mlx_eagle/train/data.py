@@ -101,23 +101,24 @@ def read_data(data: str) -> tuple[Rows, Rows]:
     if path.is_file():
         raise ValueError(f"{data} is a file: give the folder that holds it as train.jsonl.")
     if path.is_dir():
-        valid = path / "valid.jsonl"
         if not (path / "train.jsonl").is_file():
             raise ValueError(f"{data} has no train.jsonl: put the training data there.")
-        return read_rows(path / "train.jsonl"), read_rows(valid) if valid.is_file() else {}
+        held_out = path / "valid.jsonl"
+        return read_rows(path / "train.jsonl"), read_rows(held_out) if held_out.is_file() else {}
     if find_spec("datasets") is None:
         raise ValueError(
             f"{data} is no folder here, and data sets of the hub need the package datasets: "
             "give a folder that holds train.jsonl, or pip install datasets."
         )
-    parts = load_hf_dataset(data, None, SimpleNamespace())[:2]
-    train, valid = ([_checked(data, part[i]) for i in range(len(part))] for part in parts)
+    train, valid, _ = load_hf_dataset(data, None, SimpleNamespace())
     if not train:
         raise ValueError(f"{data} has no part named train: give another data set.")
-    return tuple(
-        {f"{data}, row {i} of {name}": fields for i, fields in enumerate(rows, start=1)}
-        for name, rows in (("train", train), ("valid", valid))
-    )
+    return _hub_rows(f"{data}, train", train), _hub_rows(f"{data}, valid", valid)
+
+
+def _hub_rows(part: str, rows: Any) -> Rows:
+    places = {f"{part}, row {i + 1}": rows[i] for i in range(len(rows))}
+    return {where: _checked(where, fields) for where, fields in places.items()}
 
 
 def read_rows(file: Path) -> Rows:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -130,9 +131,9 @@ def generate_held_out(
         for size in range(1, recipe.depth + 1):
             total = Stats()
             for prompt in map(list, prompts):
-                options = {"max_tokens": settings.test_tokens, "num_draft_tokens": size}
+                options: dict[str, Any] = {"draft_model": drafter, "num_draft_tokens": size}
                 for response in stream_generate(
-                    recipe.model, tokenizer, prompt, draft_model=drafter, **options
+                    recipe.model, tokenizer, prompt, settings.test_tokens, **options
                 ):
                     if stop.is_asked:
                         return None

@@ -78,8 +78,8 @@ def parse_temperatures(text: str) -> tuple[float, ...]:
     return tuple(read_number(float, part) for part in text.split(","))
 
 
-TEMPS = {"type": parse_temperatures, "metavar": "T,T"}
-LAYERS = {"type": layer_numbers, "metavar": "LAYERS"}
+TEMPS: dict[str, Any] = {"type": parse_temperatures, "metavar": "T,T"}
+LAYERS: dict[str, Any] = {"type": layer_numbers, "metavar": "LAYERS"}
 POSITIVE = (math.ulp(0.0), math.inf, "more than 0")
 
 
