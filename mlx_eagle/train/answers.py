@@ -78,21 +78,15 @@ def _keys_in(output: Path) -> set[str]:
     if not output.exists():
         output.parent.mkdir(parents=True, exist_ok=True)
         return set()
-    keys: set[str] = set()
-    whole = 0  # bytes
-    with output.open("rb") as file:
-        for line in file:
-            if not line.endswith(b"\n"):
-                break
-            whole += len(line)
-            try:
-                keys.add(json.loads(line)["key"])
-            except (ValueError, KeyError, TypeError) as err:
-                raise ValueError(
-                    f"{output} is not a file of answers that could be gone on with: give "
-                    "another --output."
-                ) from err
-    os.truncate(output, whole)
+    lines = output.read_bytes()
+    whole = lines[: lines.rfind(b"\n") + 1]
+    try:
+        keys = {json.loads(line)["key"] for line in whole.splitlines()}
+    except (ValueError, KeyError, TypeError) as err:
+        raise ValueError(
+            f"{output} is not a file of answers that could be gone on with: give another --output."
+        ) from err
+    os.truncate(output, len(whole))
     return keys
 
 

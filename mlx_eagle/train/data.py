@@ -189,16 +189,12 @@ def read_examples(
 def _format_of(where: str, fields: Fields, mask_prompt: bool) -> str:
     """Return the name of the row's format; ValueError if it has none, or nothing to learn from."""
     kind = next((name for name, own in FORMATS.items() if fields.keys() >= own), None)
-    if kind is None and "prompt" in fields:
-        raise ValueError(
-            f"{where} has a prompt and no answer to learn from: give a "
-            '"completion" on every line, or have answers made with --regenerate.'
-        )
     if kind is None:
-        raise ValueError(
-            f"{where} has no data format that is known: give messages, prompt and "
-            "completion, or text."
-        )
+        found = "no data format that is known: give messages, prompt and completion, or text"
+        if "prompt" in fields:
+            found = 'a prompt and no answer to learn from: give a "completion" on every line, or '
+            found += "have answers made with --regenerate"
+        raise ValueError(f"{where} has {found}.")
     if kind == "text" and not fields["text"]:
         raise ValueError(f'{where} has an empty "text": leave that line out.')
     if kind == "messages" and mask_prompt and fields["messages"][-1]["role"] != "assistant":
