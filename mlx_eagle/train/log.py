@@ -10,6 +10,7 @@ from tqdm import tqdm
 
 from ..system.atomic_folder import new_file
 from ..system.progress import open_bar
+from ..system.ranks import is_first
 from .evaluation import Evaluation, Generated
 from .settings import TrainSettings
 
@@ -21,12 +22,10 @@ class TrainingLog:
     """Rows of ``training.csv`` in ``output``, and the same figures in lines for people.
 
     A run that resumes behind batch ``iteration`` keeps the rows up to there, and later ones are
-    removed. A ``quiet`` log writes neither lines nor rows: that of every rank but the first.
+    removed. On every rank but the first it writes neither lines nor rows.
     """
 
-    def __init__(
-        self, output: Path, num_steps: int, settings: TrainSettings, iteration: int, quiet: bool
-    ):
+    def __init__(self, output: Path, num_steps: int, settings: TrainSettings, iteration: int):
         empty = [0.0] * num_steps
         self._columns = [
             "iteration", "loss", *_numbered("loss", empty), "learning_rate", "grad_norm",
@@ -35,16 +34,17 @@ class TrainingLog:
         ]  # fmt: skip
         self._path = output / CSV
         self._settings = settings
-        self._quiet = quiet
+        self._is_quiet = not is_first()
         self._num = 0  # batches of this run
         self._seconds = 0.0  # of these
         self._recent: list[tuple[np.ndarray, int, float]] = []  # since the last report
-        if not quiet:
+        if self._is_quiet:
+            self._bar = tqdm(disable=True)
+        else:
             self._cut(iteration)
-        bar = tqdm(disable=True) if quiet else open_bar(settings.iters, "Training", "batch")
-        bar.update(iteration)
-        self._bar = bar
-        self.close = bar.close
+            self._bar = open_bar(settings.iters, "Training", "batch")
+        self._bar.update(iteration)
+        self.close = self._bar.close
 
     def _cut(self, iteration: int) -> None:
         """Write the table anew, without the rows after ``iteration``."""
@@ -61,7 +61,7 @@ class TrainingLog:
 
     def say(self, line: str) -> None:
         """Print a line above the progress bar."""
-        if not self._quiet:
+        if not self._is_quiet:
             with tqdm.external_write_mode():
                 print(line, flush=True)
 
@@ -129,7 +129,7 @@ class TrainingLog:
         self.say(f"Mean acceptance length (tau) before and after, at {shown}.{way_on}")
 
     def _write(self, iteration: int, figures: dict[str, float]) -> None:
-        if not self._quiet:
+        if not self._is_quiet:
             with self._path.open("a", newline="") as file:
                 csv.DictWriter(file, self._columns).writerow({"iteration": iteration} | figures)
 

@@ -116,12 +116,9 @@ class Trainer:
 
         Raises ValueError if the loss is no longer a number, or the disk is full.
         """
-        begun = self.report.iteration
         num_columns = max(self.recipe.depth, len(self.recipe.weights))  # losses and depths
         with self.checkpoints.explaining():
-            log = TrainingLog(
-                self._output, num_columns, self.settings, begun, quiet=not is_first()
-            )
+            log = TrainingLog(self._output, num_columns, self.settings, self.report.iteration)
             with closing(log):
                 self._train(stop, log)
             self.report.is_finished = self.report.iteration >= self.settings.iters

@@ -17,7 +17,7 @@ FIGURES = {"learning_rate": 1e-3, "grad_norm": 2.0}
 
 def write(folder: Path, first: int, last: int) -> None:
     """Report batches ``first`` to ``last``, like a run that resumes after the batch before."""
-    log = TrainingLog(folder, 2, SETTINGS, first - 1, quiet=False)
+    log = TrainingLog(folder, 2, SETTINGS, first - 1)
     for number in range(first, last + 1):
         losses = np.array([number + 0.5, number + 0.25])
         log.learnt(number, losses, 10, 0.1, **FIGURES, trained_tokens=10 * number)
@@ -64,8 +64,9 @@ def test_a_run_that_begins_again_begins_its_table_again(tmp_path):
     assert [row["iteration"] for row in rows_in(tmp_path)] == ["1", "2", "2"]
 
 
-def test_a_quiet_log_says_and_writes_nothing(tmp_path, capsys):
-    log = TrainingLog(tmp_path, 2, SETTINGS, 0, quiet=True)
+def test_the_log_of_another_rank_says_and_writes_nothing(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("mlx_eagle.train.log.is_first", lambda: False)
+    log = TrainingLog(tmp_path, 2, SETTINGS, 0)
     log.learnt(1, np.ones(2), 10, 0.1, **FIGURES, trained_tokens=10)
     log.evaluation(1, FOUND)
     log.close()
