@@ -3,7 +3,6 @@
 What is in them is the trainer's business.
 """
 
-import errno
 import json
 import os
 import shutil
@@ -14,13 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..system.atomic_folder import (
-    CannotWrite,
-    discard_folder,
-    new_folder,
-    remove_orphans,
-    try_lock,
-)
+from ..system.atomic_folder import CannotWrite, discard_folder, locked, new_folder, remove_orphans
 from ..system.safetensors import save_arrays
 from .given import write_files
 
@@ -146,29 +139,24 @@ def _damaged(path: Path, reason: str) -> ValueError:
 
 
 @contextmanager
-def locked(output: Path) -> Iterator[None]:
+def kept_from_others(output: Path) -> Iterator[None]:
     """Keep other runs from writing to ``output``; ValueError if one is doing so.
 
     If the folder is empty in the end, because nothing was put into it, it is removed.
     """
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        lock = os.open(output, os.O_RDONLY)
-        if not os.access(output, os.W_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    except OSError as err:
+
+    def refuse() -> None:
         raise ValueError(
-            f"{output} cannot be written ({err.strerror}): give another --output."
-        ) from err
-    try:
-        if not try_lock(lock):
+            f"another run is writing to {output}: wait for its end, or give another --output."
+        )
+
+    with locked(output, on_wait=refuse):
+        if not os.access(output, os.W_OK):
             raise ValueError(
-                f"another run is writing to {output}: wait for its end, or give another --output."
+                f"{output} cannot be written: name a folder that you may write to by --output."
             )
         try:
             yield
         finally:
             if not any(output.iterdir()):
                 output.rmdir()
-    finally:
-        os.close(lock)

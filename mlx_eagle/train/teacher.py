@@ -236,11 +236,8 @@ class Teacher(TargetReader):
         made = self._make(batch.tokens[missing], batch.counts[missing]) if missing else []
         for row, lesson in zip(missing, made, strict=True):
             kept[row] = packed(lesson, self._bits)
-            try:
-                with new_file(paths[row]) as draft:
-                    save_arrays(draft, kept[row])
-            except OSError as err:
-                raise OSError(err.errno, err.strerror, str(self._cache)) from err
+            with new_file(paths[row]) as draft:
+                save_arrays(draft, kept[row])
         # New lessons are unpacked too: the same is learnt, whether or not a lesson was there.
         return [unpacked(kept[row], self._bits) for row in range(len(paths))]
 

@@ -30,7 +30,7 @@ from .log import TrainingLog
 from .memory import fitting, memory_kept_to
 from .optimizer import TrainStep, learning_rate
 from .recipe import Recipe
-from .resume import Checkpoints, load_checkpoint, locked
+from .resume import Checkpoints, kept_from_others, load_checkpoint
 from .settings import TrainSettings
 from .teacher import load_target
 
@@ -280,7 +280,7 @@ def run(settings: TrainSettings) -> TrainReport:
     output = Path(settings.output).expanduser()
     if output.exists() and not output.is_dir():
         raise ValueError(f"{output} is there already: give another --output.")
-    with locked(output) if is_first() else nullcontext():
+    with kept_from_others(output) if is_first() else nullcontext():
         return _run(settings, Checkpoints(output, settings.keep_checkpoints))
 
 

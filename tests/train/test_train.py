@@ -23,7 +23,7 @@ from mlx_eagle.generate import stream_generate
 from mlx_eagle.train import evaluation, train
 from mlx_eagle.train.__main__ import main, settings_of
 from mlx_eagle.train.data import read_data, read_examples
-from mlx_eagle.train.resume import Checkpoints, load_checkpoint, locked
+from mlx_eagle.train.resume import Checkpoints, kept_from_others, load_checkpoint
 from mlx_eagle.train.student import fitting_taps
 
 QUICK = {
@@ -497,7 +497,7 @@ def test_two_runs_do_not_write_to_one_folder(target, data, tmp_path):
     """The second is refused; afterwards, and after a kill, nothing is in the way."""
     output = tmp_path / "head"
     train(str(target), str(data), str(output), **{**QUICK, "iters": 3})
-    with locked(output), pytest.raises(ValueError, match="another run is writing to"):
+    with kept_from_others(output), pytest.raises(ValueError, match="another run is writing to"):
         train(str(target), str(data), str(output), resume=True, **QUICK)
     report = train(str(target), str(data), str(output), resume=True, **QUICK)
     assert report.is_finished and report.iteration == 6
