@@ -116,6 +116,8 @@ def check_values(settings: Any) -> None:
     for each in fields(settings):
         value = getattr(settings, each.name)
         if value is not None and "range" in each.metadata:
+            if isinstance(value, str):
+                raise ValueError(f"{flag_of(each.name)} is {value!r}: give a number.")
             Range(each.name, *each.metadata["range"]).check(value)
         if "choices" in each.metadata:
             check_choice(each.name, value, each.metadata["choices"])

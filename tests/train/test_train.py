@@ -585,6 +585,12 @@ def test_settings_come_from_flags_and_then_from_a_file(tmp_path, capsys):
     with pytest.raises(SystemExit):
         settings_of(["--answer-temps", "0,warm"])
     assert "'warm' is not a number" in capsys.readouterr().err
+    file.write_text("model: a\ndata: b\noutput: c\niters: many\n")
+    with pytest.raises(ValueError, match="--iters is 'many': give a number"):
+        settings_of(["-c", str(file)])
+    file.write_text("model: a\ndata: b\noutput: c\nlabels: texts\n")
+    with pytest.raises(ValueError, match="--labels is texts: give text or argmax"):
+        settings_of(["-c", str(file)])
     file.write_text("modle: a\n")
     with pytest.raises(ValueError, match="sets modle, which is no setting"):
         settings_of(["-c", str(file)])
