@@ -1,7 +1,4 @@
-"""Checkpoints that a run resumes from, written completely or not at all, and its folder's lock.
-
-What is in them is the trainer's business.
-"""
+"""Checkpoints that a run resumes from, written completely or not at all, and its folder's lock."""
 
 import json
 import os

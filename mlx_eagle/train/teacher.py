@@ -109,21 +109,6 @@ def filled_up(
     )
 
 
-def output_of(model: nn.Module, target: Target, ids: mx.array) -> tuple[Any, Any]:
-    """Return the final norm, and a function from its states (K, h) to logits (K, Vd) of ``ids``.
-
-    If there is no such function, the norm is None, and the logits themselves stand for the
-    states.
-    """
-    tokens = mx.arange(PROBED)[None]
-    logits, _, states = target.logits_at(tokens, mx.arange(PROBED))
-    output = None
-    with suppress(ValueError):  # of models whose norm has another place
-        norm = find_final_norm(model)
-        output = None if states is None else output_from(model, norm(states), logits, ids)
-    return (None, nn.Identity()) if output is None else (norm, output)
-
-
 def output_from(
     model: nn.Module, states: mx.array, logits: mx.array, ids: mx.array | None
 ) -> Callable[[mx.array], mx.array] | None:
@@ -185,7 +170,16 @@ class Teacher(TargetReader):
         self._needs_sums = needs_sums
         self._cache: Path | None = None
         self._bits: int | None = None
-        self._norm, self._output = output_of(model, self._target, ids)
+        # From states to logits; if there is more to it than a product, from logits themselves.
+        self._norm: Any = None
+        self._output: Any = nn.Identity()
+        logits, _, states = self._target.logits_at(mx.arange(PROBED)[None], mx.arange(PROBED))
+        with suppress(ValueError):  # of models whose norm has another place
+            norm = find_final_norm(model)
+            output = None if states is None else output_from(model, norm(states), logits, ids)
+            if output is not None:
+                self._norm = norm
+                self._output = output
 
     def keep_in(self, cache: Path, bits: int | None = None) -> None:
         """Keep lessons in the folder ``cache``, in ``bits`` bits a number or as they are."""
