@@ -1,8 +1,8 @@
 """Read a head, or the MTP layers of a model, out of a llama.cpp GGUF file (versions 2 and 3).
 
-Metadata and tensors get the names of published checkpoints, by ``gguf_layouts.py``. Block
-formats are decoded when read: the usual ones here, others by the package ``gguf`` if it is
-installed. MLX's own reader fails on the 64-bit integers of ``d2t``.
+Metadata and tensors get the names of published checkpoints, by ``gguf_layouts.py``. Quantized
+blocks are decoded by the package ``gguf`` when they are read. Its reader of files is not used,
+for it trusts them, and MLX's fails on the 64-bit integers of ``d2t``.
 """
 
 import math
@@ -52,78 +52,8 @@ class Long:
     count: int
 
 
-def _halves(blocks: np.ndarray) -> np.ndarray:
-    """Float16 columns (n, 2k) bytes -> (n, k) float32."""
-    return np.ascontiguousarray(blocks).view(np.float16).astype(np.float32)
-
-
-def _nibbles(packed: np.ndarray) -> np.ndarray:
-    """(n, k) bytes -> (n, 2k) values 0..15: all low halves, then all high halves."""
-    return np.concatenate([packed & 15, packed >> 4], axis=1)
-
-
-def _q4_0(b: np.ndarray) -> np.ndarray:
-    return _halves(b[:, :2]) * (_nibbles(b[:, 2:]).astype(np.float32) - 8)
-
-
-def _q4_1(b: np.ndarray) -> np.ndarray:
-    return _halves(b[:, :2]) * _nibbles(b[:, 4:]) + _halves(b[:, 2:4])
-
-
-def _fifth_bits(b: np.ndarray) -> np.ndarray:
-    """(n, 4) bytes -> (n, 32) values 0 or 16."""
-    return np.unpackbits(b, axis=1, bitorder="little").astype(np.uint8) << 4
-
-
-def _q5_0(b: np.ndarray) -> np.ndarray:
-    values = (_nibbles(b[:, 6:]) | _fifth_bits(b[:, 2:6])).astype(np.float32)
-    return _halves(b[:, :2]) * (values - 16)
-
-
-def _q5_1(b: np.ndarray) -> np.ndarray:
-    values = _nibbles(b[:, 8:]) | _fifth_bits(b[:, 4:8])
-    return _halves(b[:, :2]) * values + _halves(b[:, 2:4])
-
-
-def _q8_0(b: np.ndarray) -> np.ndarray:
-    return _halves(b[:, :2]) * b[:, 2:].view(np.int8)
-
-
-def _q4_k(b: np.ndarray) -> np.ndarray:
-    """Eight groups of 32, each with a 6-bit scale and minimum packed in twelve bytes."""
-    low = b[:, 4:8]
-    mid = b[:, 8:12]
-    high = b[:, 12:16]
-    scale = np.concatenate([low & 63, (high & 15) | (low >> 6 << 4)], axis=1)
-    minimum = np.concatenate([mid & 63, (high >> 4) | (mid >> 6 << 4)], axis=1)
-    packed = b[:, 16:].reshape(-1, 4, 1, 32)
-    values = np.concatenate([packed & 15, packed >> 4], axis=2).reshape(-1, 8, 32)
-    scale = _halves(b[:, :2]) * scale
-    minimum = _halves(b[:, 2:4]) * minimum
-    return scale[..., None] * values - minimum[..., None]
-
-
-def _q6_k(b: np.ndarray) -> np.ndarray:
-    """Sixteen groups of 16; the four low bits and the two high bits are stored apart."""
-    low = b[:, :128].reshape(-1, 2, 1, 64)
-    low = np.concatenate([low & 15, low >> 4], axis=2).reshape(-1, 8, 32)
-    high = b[:, 128:192].reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None]
-    values = low | ((high & 3).reshape(-1, 8, 32) << 4)
-    scale = _halves(b[:, 208:]) * b[:, 192:208].view(np.int8)
-    return scale[..., None] * (values.reshape(-1, 16, 16).astype(np.float32) - 32)
-
-
 Block = tuple[str, int, int, Callable[[np.ndarray], np.ndarray] | None]
-"""Name, values per block, bytes per block, decoder of (n, bytes), None for plain numbers."""
-BLOCKS: dict[int, Block] = {
-    2: ("Q4_0", 32, 18, _q4_0),
-    3: ("Q4_1", 32, 20, _q4_1),
-    6: ("Q5_0", 32, 22, _q5_0),
-    7: ("Q5_1", 32, 24, _q5_1),
-    8: ("Q8_0", 32, 34, _q8_0),
-    12: ("Q4_K", 256, 144, _q4_k),
-    14: ("Q6_K", 256, 210, _q6_k),
-}
+"""Name, values per block, bytes per block, and what decodes bytes (None: plain numbers)."""
 
 
 class _Reader:
@@ -192,20 +122,18 @@ def _tensor(name: str, shape: tuple[int, ...], kind: int, data: np.ndarray) -> S
     if kind in PLAIN:
         block: Block = (PLAIN[kind], 1, WIDTHS[PLAIN[kind]], None)
     else:
-        block = BLOCKS[kind] if kind in BLOCKS else _other(name, kind)
+        block = _block_format(name, kind)
     form, width, num_bytes, decode = block
     if not is_shape(shape) or max(shape, default=0) > LARGEST or (shape and shape[-1] % width):
         raise Damaged(f"{name} is {form} {shown(shape)}, which cannot be")
     size = math.prod(shape) // width * num_bytes
     if size > len(data):
         raise CutOff(f"{name} runs past the end")
-    if decode is None:
-        return Stored(form, shape, data[:size])
-    return Stored(form, shape, data[:size], decode=lambda d: decode(d.reshape(-1, num_bytes)))
+    return Stored(form, shape, data[:size], decode=decode)
 
 
-def _other(name: str, kind: int) -> Block:
-    """The block format of a type that only the ``gguf`` package knows."""
+def _block_format(name: str, kind: int) -> Block:
+    """The block format of a type, as the package ``gguf`` knows it."""
     try:
         import gguf
     except ImportError:
@@ -222,7 +150,8 @@ def _other(name: str, kind: int) -> Block:
             f"{name} has GGUF tensor type {kind}, which nobody here knows to read; convert the "
             "head to GGUF as F16"
         ) from None
-    return form.name, width, num_bytes, lambda blocks: gguf.quants.dequantize(blocks, form)
+    decode = gguf.quants.dequantize
+    return form.name, width, num_bytes, lambda data: decode(data.reshape(-1, num_bytes), form)
 
 
 def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, Stored]]:

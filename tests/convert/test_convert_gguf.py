@@ -24,7 +24,7 @@ from mlx_lm.models.rope_utils import initialize_rope
 
 from mlx_eagle.convert import convert
 from mlx_eagle.convert.checkpoint import open_checkpoint
-from mlx_eagle.convert.gguf import BLOCKS, read_gguf
+from mlx_eagle.convert.gguf import read_gguf
 
 DEMO = Path(__file__).parents[1] / "data" / "eagle3-smollm2-135m-instruct"
 PLAIN = eagle3_tensors()
@@ -70,17 +70,8 @@ def test_gguf_of_the_demo_head(tmp_path):
     assert all(mx.array_equal(ours[name], theirs[name]).item() for name in ours)
 
 
-@pytest.mark.parametrize("kind", BLOCKS)
-def test_block_formats(kind):
-    """Any bytes decode as the gguf package decodes them."""
-    _, _, num_bytes, decode = BLOCKS[kind]
-    data = np.random.default_rng(kind).integers(0, 120, (9, num_bytes), dtype=np.uint8)
-    expected = gguf.quants.dequantize(data, gguf.GGMLQuantizationType(kind))
-    assert np.array_equal(decode(data).reshape(9, -1), expected)
-
-
-@pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "Q5_K", "IQ4_NL", "TQ1_0"])
-def test_other_types_are_read_by_the_gguf_package(tmp_path, monkeypatch, capsys, kind):
+@pytest.mark.parametrize("kind", ["Q8_0", "Q2_K", "Q4_K", "Q6_K", "IQ4_NL", "TQ1_0"])
+def test_blocks_are_read_by_the_gguf_package(tmp_path, monkeypatch, capsys, kind):
     form = gguf.GGMLQuantizationType[kind]
     width, num_bytes = gguf.GGML_QUANT_SIZES[form]
     blocks = np.random.default_rng(1).integers(0, 60, (16 * 256 // width, num_bytes))
