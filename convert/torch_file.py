@@ -1,29 +1,25 @@
 """Read ``pytorch_model.bin`` without torch, building tensors and nothing else.
 
-``torch.save`` has two file formats: a zip file, and before torch 1.6 five pickles followed by the
-storages. Members of the zip file are stored one after the other, not compressed. Of Python's own
-reader only the directory is used, for it inflates members and trusts the sizes stated there; the
-place of a member in the file is checked here. Pickles are read by ``unpickle.py``.
+``torch.save`` writes a zip file whose members are stored one after the other, not compressed. Of
+Python's own reader only the directory is used, for it inflates members and trusts the sizes
+stated there; the place of a member in the file is checked here. Its pickle is read by
+``unpickle.py``.
 """
 
 import io
 import struct
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from mlx_eagle.system.fields import is_whole, shown
+from mlx_eagle.system.fields import shown
 from mlx_eagle.system.safetensors import is_name
 
 from .stored import FORMATS, CutOff, Stored, map_file
-from .unpickle import MAX_BYTES, RefusedPickle, Storage, Unpickler, View
+from .unpickle import RefusedPickle, Unpickler, View
 
 PICKLE = b"\x80"
-LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
-NUM_LEGACY_PICKLES = 5
 START = b"PK\x03\x04"
 LOCAL = struct.Struct("<4s22x2H")  # before each member; ends with the sizes of name and extra
 MAX_DIRECTORY = 1 << 21  # bytes, of which a tensor takes about a hundred
@@ -96,17 +92,6 @@ def _stored(name: str, view: View, storage: np.ndarray) -> Stored:
     return stored
 
 
-def _tensors(state: Any, storage: Callable[[Storage], np.ndarray]) -> dict[str, Stored]:
-    if not isinstance(state, dict):
-        raise RefusedPickle("it holds no dictionary of tensors")
-    for name, view in state.items():
-        if not is_name(name):
-            raise RefusedPickle(f"it holds a tensor named {shown(name)}, which no head has")
-        if not isinstance(view, View):
-            raise RefusedPickle(f"its entry {shown(name)} is not a tensor")
-    return {name: _stored(name, view, storage(view.storage)) for name, view in state.items()}
-
-
 def _folder(archive: Archive) -> str:
     """The prefix of the names of all members: archive/data.pkl -> archive/"""
     index = next((name for name in archive.members if name.endswith("data.pkl")), None)
@@ -122,48 +107,31 @@ def _folder(archive: Archive) -> str:
     return folder
 
 
-def _read_zip(path: Path, data: np.ndarray) -> dict[str, Stored]:
+def _read(path: Path, data: np.ndarray) -> dict[str, Stored]:
+    beginning = data[: len(START)].tobytes()
+    if beginning.startswith(PICKLE):
+        raise RefusedPickle(
+            "it is a pickle and no zip file, as torch saved before its version 1.6; load it with "
+            "PyTorch and save its tensors as safetensors"
+        )
+    if beginning != START:
+        raise RefusedPickle(
+            f"it begins with {shown(beginning.decode('latin-1'))}, and is no zip file as "
+            "torch.save writes it; download it again"
+        )
     archive = Archive(path, data)
     folder = _folder(archive)
-    index = archive.read(f"{folder}data.pkl")
-    if len(index) > MAX_BYTES:
-        raise RefusedPickle(f"its data.pkl has {len(index)} bytes, more than any draft head's")
-    state = Unpickler(index.tobytes()).load()
-    return _tensors(state, lambda storage: archive.read(f"{folder}data/{storage.key}"))
-
-
-def _read_legacy(data: np.ndarray) -> dict[str, Stored]:
-    """The format before torch 1.6: five pickles, then the storages one after the other."""
-    pickles = Unpickler(data[: NUM_LEGACY_PICKLES * MAX_BYTES].tobytes())
-    magic = pickles.load()
-    if not is_whole(magic) or magic != LEGACY_MAGIC:
-        raise RefusedPickle("it is a pickle, but not one that torch saved")
-    _version, system, state, keys = (pickles.load() for _ in range(NUM_LEGACY_PICKLES - 1))
-    if not isinstance(system, dict) or not isinstance(keys, list):
-        raise RefusedPickle("it is a pickle, but not one that torch saved")
-    if system.get("little_endian", True) is not True:
-        raise RefusedPickle("it was saved on a big-endian machine")
-    at = pickles.at
-    storages = {}
-    for key in keys:
-        storage = pickles.storages.get(key) if isinstance(key, str) else None
-        if storage is None:
-            raise RefusedPickle(f"it holds a storage {shown(key)} that no tensor has")
-        size = storage.elements * np.dtype(FORMATS[storage.format]).itemsize
-        elements = int.from_bytes(data[at : at + 8].tobytes(), "little")
-        if at + 8 + size > len(data):
-            raise CutOff(f"it is cut off in the storage {shown(key)}")
-        if elements != storage.elements:
-            raise RefusedPickle(f"its storage {shown(key)} is of another size than it says")
-        storages[key] = data[at + 8 : at + 8 + size]
-        at += 8 + size
-
-    def find(storage: Storage) -> np.ndarray:
-        if storage.key not in storages:
-            raise RefusedPickle(f"it lacks the storage {shown(storage.key)}")
-        return storages[storage.key]
-
-    return _tensors(state, find)
+    state = Unpickler(archive.read(f"{folder}data.pkl")).load()
+    if not isinstance(state, dict):
+        raise RefusedPickle("it holds no dictionary of tensors")
+    tensors = {}
+    for name, view in state.items():
+        if not is_name(name):
+            raise RefusedPickle(f"it holds a tensor named {shown(name)}, which no head has")
+        if not isinstance(view, View):
+            raise RefusedPickle(f"its entry {shown(name)} is not a tensor")
+        tensors[name] = _stored(name, view, archive.read(f"{folder}data/{view.storage.key}"))
+    return tensors
 
 
 def read_bin(path: Path) -> dict[str, Stored]:
@@ -172,17 +140,8 @@ def read_bin(path: Path) -> dict[str, Stored]:
     Raises ValueError if the file is cut off or holds anything but tensors. Nothing that the
     pickle names is ever imported or called.
     """
-    data = map_file(path)
-    beginning = data[: len(START)].tobytes()
     try:
-        if beginning == START:
-            return _read_zip(path, data)
-        if not beginning.startswith(PICKLE):
-            raise RefusedPickle(
-                f"it begins with {shown(beginning.decode('latin-1'))}, and is neither a zip file "
-                "nor a pickle as torch.save writes them; download it again"
-            )
-        return _read_legacy(data)
+        return _read(path, map_file(path))
     except RefusedPickle as err:
         raise ValueError(f"{path.name} was not read: {err}") from err
     except (DamagedArchive, CutOff) as err:

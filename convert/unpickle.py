@@ -10,6 +10,8 @@ import struct
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from mlx_eagle.system.fields import is_whole, shown
 
 from .stored import CutOff
@@ -69,28 +71,23 @@ NAMES = {DICTIONARY, TENSOR, PARAMETER, *(Name("torch", name) for name in STORAG
 
 
 class Unpickler:
-    """A reader of the pickles in ``data``, one after the other; ``at`` is where the next begins.
+    """A reader of one pickle, at most ``MAX_BYTES`` long: ``data`` (n,) uint8."""
 
-    ``storages`` holds, by key, the storages that the pickles read so far refer to.
-    """
-
-    def __init__(self, data: bytes):
-        self.at = 0
-        self.storages: dict[str, Storage] = {}
-        self._data = data
+    def __init__(self, data: np.ndarray):
+        if len(data) > MAX_BYTES:
+            raise RefusedPickle(f"its pickle has {len(data)} bytes, more than any draft head's")
+        self._data = data.tobytes()
+        self._at = 0
         self._stack: list[Any] = []
         self._marks: list[int] = []
         self._memo: dict[int, Any] = {}
+        self._storages: dict[str, Storage] = {}
 
     def load(self) -> Any:
-        """The value of the next pickle: plain values, lists, dictionaries and views.
+        """The value of the pickle: plain values, lists, dictionaries and views.
 
         Raises RefusedPickle for anything that torch does not write, CutOff at the data's end.
         """
-        self._stack = []
-        self._marks = []
-        self._memo = {}
-        end = self.at + MAX_BYTES
         while True:
             code = self._take(1)
             if code == b".":
@@ -101,21 +98,19 @@ class Unpickler:
                     "you trust the file, save it as safetensors"
                 )
             STEPS[code](self)
-            if self.at > end:
-                raise RefusedPickle(f"its description of the tensors is beyond {MAX_BYTES} bytes")
 
     def _take(self, size: int) -> bytes:
-        if self.at + size > len(self._data):
+        if self._at + size > len(self._data):
             raise CutOff("it is cut off in the description of its tensors")
-        self.at += size
-        return self._data[self.at - size : self.at]
+        self._at += size
+        return self._data[self._at - size : self._at]
 
     def _number(self, layout: str) -> Any:
         return struct.unpack(layout, self._take(struct.calcsize(layout)))[0]
 
     def _line(self) -> str:
-        end = self._data.find(b"\n", self.at, self.at + LONGEST_LINE)
-        line = self._take(LONGEST_LINE if end < 0 else end - self.at + 1)
+        end = self._data.find(b"\n", self._at, self._at + LONGEST_LINE)
+        line = self._take(LONGEST_LINE if end < 0 else end - self._at + 1)
         if end < 0:
             raise RefusedPickle("it names something too long to be torch's")
         return line[:-1].decode("ascii", "replace")
@@ -220,7 +215,7 @@ class Unpickler:
                 rest in ([], [None]) and elements >= 0
             ):
                 storage = Storage(key, STORAGES[kind], elements)
-                if self.storages.setdefault(key, storage) != storage:
+                if self._storages.setdefault(key, storage) != storage:
                     raise RefusedPickle("it describes one storage in two ways")
                 self._push(storage)
             case _:

@@ -1,6 +1,5 @@
 """Pickles that mean harm: what reached foreign memory, grew without bound, or said too much."""
 
-import pickle
 import struct
 import zipfile
 
@@ -133,7 +132,7 @@ def test_names_of_members_are_not_spelled_out(tmp_path):
 )
 def test_what_is_no_checkpoint_is_not_taken_for_a_pickle(tmp_path, data):
     (tmp_path / "x.bin").write_bytes(data + bytes(100))
-    with pytest.raises(ValueError, match=r"neither a zip file nor a pickle .*download it again"):
+    with pytest.raises(ValueError, match="no zip file as torch.save writes it; download"):
         read_bin(tmp_path / "x.bin")
 
 
@@ -204,24 +203,3 @@ def test_views_are_checked_where_they_are_used():
         with pytest.raises(ValueError, match="damaged"):
             Stored("F32", shape, data, strides).numpy()
     assert Stored("F32", (4, 4), data, (1, 4)).numpy().shape == (4, 4)
-
-
-def test_legacy_files_are_held_to_their_sizes(tmp_path):
-    keys, system = pickle.dumps(["0"], 2), pickle.dumps({"little_endian": True}, 2)
-    magic = pickle.dumps(0x1950A86A20F9469CFC6C, 2) + pickle.dumps(1001, 2) + system
-    path = tmp_path / "x.bin"
-    good = magic + state(PLAIN) + keys + struct.pack("<q", 16) + ARRAY.tobytes()
-    path.write_bytes(good)
-    assert np.array_equal(read_bin(path)["t0"].numpy(), ARRAY)
-    for bad, words in (
-        (good[:-1], "cut off"),
-        (good[: len(magic) + 9], "cut off"),
-        (magic + state(PLAIN) + keys + struct.pack("<q", 15) + ARRAY.tobytes(), "another size"),
-        (magic + b"\x80\x02K\x01." + keys, "no tensor has"),
-        (magic + state(PLAIN) + pickle.dumps([], 2), "lacks the storage"),
-        (magic + state(PLAIN) + pickle.dumps({"a": 1}, 2), "not one that torch saved"),
-        (pickle.dumps([1], 2), "not one that torch saved"),
-    ):
-        path.write_bytes(bad)
-        with pytest.raises(ValueError, match=words):
-            read_bin(path)

@@ -28,14 +28,6 @@ def _bin(data: bytes) -> Callable[[Path], None]:
     return write
 
 
-def _legacy(data: bytes) -> Callable[[Path], None]:
-    def write(folder: Path) -> None:
-        write_config(folder, CONFIG)
-        (folder / "pytorch_model.bin").write_bytes(data)
-
-    return write
-
-
 def _config(data: bytes, name: str = "config.json") -> Callable[[Path], None]:
     def write(folder: Path) -> None:
         write_safetensors(folder, CONFIG, TENSORS)
@@ -123,8 +115,7 @@ BOMBS: dict[str, Callable[[Path], None]] = {
     "nested": _bin(b"\x80\x02)" + b"\x85" * 500_000 + b"."),
     "shared": _bin(TUPLES),
     "a long string": _bin(b"\x80\x02X" + struct.pack("<I", 2**31) + b"x" * 1000 + b"."),
-    "legacy lists": _legacy(b"\x80\x02" + b"]" * (8 << 20)),
-    "legacy long": _legacy(b"\x80\x02" + b"\x8a\xff" * 10**5),
+    "long numbers": _bin(b"\x80\x02" + b"\x8a\xff" * 10**5),
     "json empties": _config(EMPTIES),
     "json dictionaries": _config(DICTIONARIES),
     "json names": _config(NAMES),

@@ -1,8 +1,6 @@
 """Tiny EAGLE checkpoints in the layouts they are published in, written without torch."""
 
-import io
 import json
-import pickle
 import struct
 import zipfile
 from pathlib import Path
@@ -165,7 +163,7 @@ def _global(module: str, name: str) -> bytes:
 ORDERED_DICT = _global("collections", "OrderedDict") + b")R"
 
 
-def tensor_opcodes(key: str, array: np.ndarray, legacy: bool = False) -> bytes:
+def tensor_opcodes(key: str, array: np.ndarray) -> bytes:
     """The call that rebuilds the array, laid out as it lies in memory, from storage ``key``."""
     steps = [stride // array.itemsize for stride in array.strides]
     storage = _tuple(
@@ -174,7 +172,6 @@ def tensor_opcodes(key: str, array: np.ndarray, legacy: bool = False) -> bytes:
         _str(key),
         _str("cpu"),
         _int(array.size),
-        *([b"N"] if legacy else []),
     )
     return (
         _global("torch._utils", "_rebuild_tensor_v2")
@@ -190,9 +187,9 @@ def tensor_opcodes(key: str, array: np.ndarray, legacy: bool = False) -> bytes:
     )
 
 
-def state_dict_pickle(tensors: Tensors, legacy: bool = False) -> bytes:
+def state_dict_pickle(tensors: Tensors) -> bytes:
     items = (
-        _str(name) + tensor_opcodes(str(i), array, legacy)
+        _str(name) + tensor_opcodes(str(i), array)
         for i, (name, array) in enumerate(tensors.items())
     )
     return b"\x80\x02" + ORDERED_DICT + b"(" + b"".join(items) + b"u."
@@ -204,25 +201,13 @@ def _memory(array: np.ndarray) -> bytes:
 
 
 def write_bin(path: Path, tensors: Tensors, data_pkl: bytes | None = None) -> None:
-    """What ``torch.save(state_dict)`` writes since torch 1.6."""
+    """What ``torch.save(state_dict)`` writes."""
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
         archive.writestr("archive/data.pkl", data_pkl or state_dict_pickle(tensors))
         archive.writestr("archive/byteorder", "little")
         for i, array in enumerate(tensors.values()):
             archive.writestr(f"archive/data/{i}", _memory(array))
         archive.writestr("archive/version", "3\n")
-
-
-def write_legacy_bin(path: Path, tensors: Tensors) -> None:
-    """What ``torch.save`` wrote before torch 1.6."""
-    file = io.BytesIO()
-    for value in (0x1950A86A20F9469CFC6C, 1001, {"little_endian": True}):
-        file.write(pickle.dumps(value, protocol=2))
-    file.write(state_dict_pickle(tensors, legacy=True))
-    file.write(pickle.dumps([str(i) for i in range(len(tensors))], protocol=2))
-    for array in tensors.values():
-        file.write(struct.pack("<q", array.size) + _memory(array))
-    path.write_bytes(file.getvalue())
 
 
 def write_config(folder: Path, config: dict[str, Any]) -> None:

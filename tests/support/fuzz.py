@@ -37,7 +37,6 @@ from checkpoints import (
     write_bin,
     write_config,
     write_gguf,
-    write_legacy_bin,
     write_safetensors,
 )
 from gguf_files import write_blocks
@@ -182,13 +181,6 @@ def zip_file(rng: random.Random, folder: Path) -> None:
             archive.writestr("archive/data.pkl", state_dict_pickle(TENSORS))
 
 
-def legacy_file(rng: random.Random, folder: Path) -> None:
-    write_config(folder, CONFIG)
-    path = folder / "pytorch_model.bin"
-    write_legacy_bin(path, TENSORS)
-    path.write_bytes(fuzz_bytes(rng, path.read_bytes(), reach=4000))
-
-
 def fuzz_header(rng: random.Random, path: Path) -> None:
     data = path.read_bytes()
     length = int.from_bytes(data[:8], "little")
@@ -245,7 +237,6 @@ def converted_folder(rng: random.Random, folder: Path) -> None:
 KINDS: dict[str, Callable[[random.Random, Path], None]] = {
     "pickle": bin_file,
     "zip": zip_file,
-    "legacy": legacy_file,
     "safetensors": safetensors_file,
     "gguf": gguf_file,
     "gguf blocks": block_head_file,
