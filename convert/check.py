@@ -1,37 +1,41 @@
-"""Measure a converted head on its target, under every reading of its checkpoint.
+"""Measure a converted drafter on its target, under every reading of its checkpoint.
 
-A checkpoint may leave taps, rotary base and norms open. Each reading is measured on a
-conversation with the target. Nothing is changed; the report says which reading fits best.
+A checkpoint may leave taps, rotary base and norms open. Nothing is changed; the report says which
+reading fits best.
 
-Two measures, teacher-forced on the target's own answers: *agreement*, the share of drafted
-tokens that equal the text, by depth; and *overlap*, the sum over the draft vocabulary of
+EAGLE heads are measured teacher-forced on a conversation with the target. *Agreement* is the share
+of drafted tokens that equal the text, by depth; *overlap* is the sum over the draft vocabulary of
 min(p, q), the chance that sampling keeps a draft (Leviathan et al. 2023, section 3.2). Overlap
-sees small faults that change no first choice, so settings are compared by it: by the mean
+sees small faults that change no first choice, so readings are compared by it: by the mean
 difference over all positions, and its standard error.
+
+Drafters of other kinds draft as in use, and are compared by the tokens per pass of the target
+(tau).
 """
 
 import json
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from mlx_eagle.decoding.generate_step import speculative_generate_step
+from mlx_eagle.decoding.stats import Stats
+from mlx_eagle.drafters.base import Drafter
 from mlx_eagle.drafters.config import Eagle3Config
-from mlx_eagle.drafters.head import Eagle3Head
-from mlx_eagle.drafters.head_weights import AttachedHead, load_head
-from mlx_eagle.drafters.output_rows import indices_in
+from mlx_eagle.drafters.head_weights import AttachedHead, attach_head
+from mlx_eagle.drafters.kind import Kind, LoadOptions
+from mlx_eagle.drafters.output_rows import indices_in, with_draft_vocab
 from mlx_eagle.drafters.quantize import bits_of
 from mlx_eagle.system.loading import load
 from mlx_eagle.system.progress import open_bar
@@ -40,8 +44,9 @@ from mlx_eagle.target_model.target import Target
 from .published_config import BASE, DEFAULT_THETA
 
 DEPTHS = 3
-NO_VARIANTS: Mapping[str, Any] = MappingProxyType({})
+MOST_DRAFTED = 7  # tokens at once, of drafters that are measured by decoding
 CLEAR = 0.005  # difference in overlap, to count as better
+CLEAR_RATIO = 1.1  # of tokens per pass, to count as better
 ERRORS = 3  # standard errors, to count as better
 
 # One conversation, because a wrong rotary base shows only a few hundred tokens into a text. Word
@@ -155,29 +160,49 @@ def read_conversation(
 
 
 @dataclass(frozen=True)
-class Setting:
-    """One reading of the checkpoint, and the override that asks the converter for it."""
+class Reading:
+    """One reading of the checkpoint: its ``change`` to the converted config.
+
+    ``flag`` asks the converter for it. ``lag`` is as in ``TargetText.fused``.
+    """
 
     name: str
-    config: Eagle3Config
-    taps: tuple[int, ...]
+    change: Mapping[str, Any] = field(default_factory=dict)
     flag: str | None = None
     lag: int = 0
+
+    @property
+    def way(self) -> str:
+        """The way to a head that is read like this."""
+        if self.flag is not None:
+            return f"convert the head again with {self.flag}"
+        change = ", ".join(f"{key} to {json.dumps(v)}" for key, v in self.change.items())
+        return f"set {change} in the config.json of the converted folder"
+
+
+RESOLVED = Reading("as resolved")
 
 
 @dataclass(frozen=True)
 class Row:
-    """The results of a setting: ``agreement`` by depth, ``tau``, ``overlaps`` (m,) by position."""
+    """The results of a reading: ``agreement`` by depth, ``tau``, ``overlaps`` (m,) by position.
 
-    name: str
+    Without overlaps it was measured by decoding, and drafts agree that were accepted.
+    """
+
+    reading: Reading
     agreement: tuple[float, ...]
     tau: float
-    overlaps: np.ndarray
-    flag: str | None = None
+    overlaps: np.ndarray | None = None
 
     @property
-    def overlap(self) -> float:
-        return float(self.overlaps.mean())
+    def name(self) -> str:
+        return self.reading.name
+
+    @property
+    def score(self) -> float:
+        """The figure by which readings are compared: overlap, or tau."""
+        return self.tau if self.overlaps is None else float(self.overlaps.mean())
 
     def lead_over(self, other: "Row") -> tuple[float, float]:
         """The difference by which its overlap is higher, and its standard error."""
@@ -185,62 +210,106 @@ class Row:
         return float(leads.mean()), float(leads.std() / len(leads) ** 0.5)
 
     def is_better_than(self, other: "Row") -> bool:
-        """True if its overlap is clearly higher, position by position."""
+        """True if it is clearly better: in overlaps position by position."""
+        if self.overlaps is None:
+            return self.tau > CLEAR_RATIO * other.tau
         lead, error = self.lead_over(other)
         return lead > max(CLEAR, ERRORS * error)
 
-
-@contextmanager
-def as_saved(config: Mapping[str, Any], weights: Mapping[str, mx.array]) -> Iterator[Path]:
-    """A folder with what is about to be saved, to load it as users will."""
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
-        mx.save_safetensors(str(folder / "model.safetensors"), dict(weights))
-        (folder / "config.json").write_text(json.dumps(config))
-        yield folder
-
-
-def attach(
-    config: Mapping[str, Any], weights: Mapping[str, mx.array], model: nn.Module
-) -> AttachedHead:
-    """The head as users load it; ValueError if it does not fit the target."""
-    with as_saved(config, weights) as folder:
-        return load_head(folder, model)
-
-
-def read_as(part: AttachedHead, config: Eagle3Config) -> AttachedHead:
-    """A head of the same weights under another config."""
-    head = Eagle3Head(config)
-    modules = tree_flatten(part.head.leaf_modules(), is_leaf=nn.Module.is_module)
-    own = [(path, module) for path, module in modules if module.parameters()]
-    head.update_modules(tree_unflatten(own))
-    head.update(part.head.parameters())  # arrays outside of leaf modules
-    if config.lm_head_source == "target":
-        head.share_lm_head(part.head.lm_head)
-    return replace(part, head=head)
+    def entry(self) -> dict[str, Any]:
+        values: dict[str, Any] = {
+            "agreement": [round(share, 4) for share in self.agreement],
+            "tau": round(self.tau, 3),
+        }
+        if self.overlaps is not None:
+            values["overlap"] = round(self.score, 4)
+        flag = self.reading.flag
+        return values if flag is None else {"override": flag, **values}
 
 
 @dataclass(frozen=True)
 class Report:
-    """Results of the head as it was resolved, of its other readings, and of a wrong one.
+    """Results of the drafter as it was resolved, of its other readings, and of a wrong one.
 
-    ``baseline`` feeds features of the wrong positions. ``variants`` are the resolved setting with
+    ``baseline`` feeds features of the wrong positions. ``variants`` are the resolved reading with
     quantized weights, and with the whole draft vocabulary of a head of which a part is kept. All
-    others have the source's weights.
+    others have the source's weights. A drafter that was measured by decoding has none of these,
+    and no positions.
     """
 
     resolved: Row
     alternatives: tuple[Row, ...]
-    baseline: Row
-    variants: Mapping[str, Row]
     num_prompts: int
-    num_positions: int
+    num_positions: int | None = None
+    baseline: Row | None = None
+    variants: Mapping[str, Row] = field(default_factory=dict)
 
     @property
     def winner(self) -> Row:
-        """The best alternative if it is clearly better, else the resolved setting."""
-        best = max(self.alternatives, key=lambda row: row.overlap, default=self.resolved)
+        """The best alternative if it is clearly better, else the resolved reading."""
+        best = max(self.alternatives, key=lambda row: row.score, default=self.resolved)
         return best if best.is_better_than(self.resolved) else self.resolved
+
+    def verdict(self) -> str:
+        """One sentence that says which reading wins, and what to do about it."""
+        ours = self.resolved
+        winner = self.winner
+        if winner is not ours:
+            measured = "tau" if ours.overlaps is None else "overlap"
+            return (
+                f"warning: {winner.name} fits better ({measured} {winner.score:.3f}, not "
+                f"{ours.score:.3f}): {winner.reading.way}"
+            )
+        if self.baseline is not None and not ours.is_better_than(self.baseline):
+            return (
+                "warning: the head does no better than with features of the wrong positions: "
+                "it is damaged, or was trained for another target"
+            )
+        close = [row.name for row in self.alternatives if not ours.is_better_than(row)]
+        doubt = f"; these texts do not tell it from {', '.join(close)}" if close else ""
+        return f"winner: {ours.name}{doubt}"
+
+    def table(self) -> str:
+        """A table of all that was measured, one line per reading, and the verdict."""
+        rows = [self.resolved, *self.variants.values(), *self.alternatives]
+        where = f"{self.num_prompts} answers of its own"
+        columns = " tau "
+        if self.baseline is not None:
+            rows.append(self.baseline)
+            where = f"{self.num_prompts} texts, at {self.num_positions} positions"
+            columns += " overlap  behind by     "
+        width = max(len(row.name) for row in rows)
+        depths = range(1, max(len(row.agreement) for row in rows) + 1)
+        lines = [
+            f"tokens per pass of the target (tau) and drafts that agree with it, in {where}",
+            f"{'':{width}} {columns}{' '.join(f'depth {depth}' for depth in depths)}",
+        ]
+        for row in rows:
+            figures = f"{row.tau:5.2f}"
+            if row.overlaps is not None:
+                lead, error = self.resolved.lead_over(row)
+                figures += f"   {row.score:.3f}  {lead:+.3f} ±{error:.3f} "
+            shares = " ".join(f"{share:7.1%}" for share in row.agreement)
+            lines.append(f"{row.name:{width}} {figures}{shares}")
+        return "\n".join([*lines, self.verdict()])
+
+    def entry(self) -> dict[str, Any]:
+        """The entry ``check`` for the converted ``config.json``."""
+        found = {"num_prompts": self.num_prompts, **self.resolved.entry()}
+        found |= {name: row.entry() for name, row in self.variants.items()}
+        found["alternatives"] = {row.name: row.entry() for row in self.alternatives}
+        if self.baseline is not None:
+            found["num_positions"] = self.num_positions
+            found["baseline"] = {self.baseline.name: self.baseline.entry()}
+        return found | {"winner": self.winner.name}
+
+
+@contextmanager
+def saved(weights: Mapping[str, mx.array]) -> Iterator[Path]:
+    """A folder with weights that are about to be saved, to load them as users will."""
+    with tempfile.TemporaryDirectory() as place:
+        mx.save_safetensors(f"{place}/model.safetensors", dict(weights))
+        yield Path(place)
 
 
 def rope_bases(config: Mapping[str, Any]) -> set[float]:
@@ -252,22 +321,22 @@ def rope_bases(config: Mapping[str, Any]) -> set[float]:
 
 def alternatives(
     config: Eagle3Config, num_layers: int, bases: set[float] = frozenset()
-) -> list[Setting]:
+) -> list[Reading]:
     """The other readings of a head, one doubt at a time; ``bases`` are tried besides 10000."""
     taps = config.taps(num_layers)
     found = []
-    if config.uses_aux:
-        for by in (1, -1):
-            moved = tuple(tap + by for tap in taps)
-            if moved[0] >= 0 and moved[-1] <= num_layers:
-                ids = ",".join(map(str, moved))
-                found.append(Setting(f"taps {by:+d}", config, moved, f"--aux-layers {ids}"))
+    for by in (1, -1) if config.uses_aux else ():
+        moved = [tap + by for tap in taps]
+        if moved[0] >= 0 and moved[-1] <= num_layers:
+            flag = f"--aux-layers {','.join(map(str, moved))}"
+            change = {"aux_boundary_ids": moved, "aux_nested_ids": None}
+            found.append(Reading(f"taps {by:+d}", change, flag))
     # Scaling written channel by channel was computed for its base and no other.
     if (config.rope.get("scaling") or {}).get("type") != "longrope":
         for base in sorted({DEFAULT_THETA, *bases} - {config.rope["theta"]}):
-            other = replace(config, rope={**config.rope, "theta": base})
             text = f"{base:.12g}"
-            found.append(Setting(f"rope base {text}", other, taps, f"--rope-theta {text}"))
+            change = {"rope": {**config.rope, "theta": base}}
+            found.append(Reading(f"rope base {text}", change, f"--rope-theta {text}"))
     switches = {}
     if config.layer_input != "none":
         switches["norm_before_residual"] = not config.norm_before_residual
@@ -275,8 +344,7 @@ def alternatives(
         switches["norm_output"] = not config.norm_output
     for name, on in switches.items():
         flag = f"--{'' if on else 'no-'}{name.replace('_', '-')}"
-        other = replace(config, **{name: on})
-        found.append(Setting(f"{name} {'on' if on else 'off'}", other, taps, flag))
+        found.append(Reading(f"{name} {'on' if on else 'off'}", {name: on}, flag))
     return found
 
 
@@ -322,9 +390,7 @@ def unroll(
         hidden = head(part.embed(fed), hidden, cache, positions, mask)
 
 
-def compare(
-    part: AttachedHead, text: TargetText, taps: Sequence[int], lag: int = 0
-) -> tuple[mx.array, mx.array]:
+def compare(part: AttachedHead, text: TargetText, lag: int = 0) -> tuple[mx.array, mx.array]:
     """Hits (DEPTHS, m), where the draft equals the text's token, and overlaps (DEPTHS, m).
 
     The first slot drafts the answer's second token, for the first one follows from the prompt.
@@ -334,7 +400,7 @@ def compare(
     probs = text.probs_of(part.ids)
     hits = []
     overlaps = []
-    steps = unroll(part, text.tokens, text.fused(taps, lag), first, num)
+    steps = unroll(part, text.tokens, text.fused(part.taps, lag), first, num)
     for depth, (logits, drafted) in enumerate(steps):
         start = first + 2 + depth
         hits.append(drafted == text.tokens[start : start + num])
@@ -343,15 +409,18 @@ def compare(
     return mx.stack(hits), mx.stack(overlaps)
 
 
-def measure(part: AttachedHead, setting: Setting, texts: Sequence[TargetText]) -> Row:
-    """Measure one setting on all texts."""
-    part = read_as(part, setting.config)
-    pairs = [compare(part, text, setting.taps, setting.lag) for text in texts]
+def measure(part: AttachedHead, reading: Reading, texts: Sequence[TargetText]) -> Row:
+    """Measure a head, attached as ``reading`` says, on all texts."""
+    pairs = [compare(part, text, reading.lag) for text in texts]
     hits, overlaps = (mx.concatenate(list(parts), axis=1) for parts in zip(*pairs, strict=True))
     kept = mx.cumprod(hits.astype(mx.int32), axis=0).sum(axis=0)
     agreement = tuple(hits.astype(mx.float32).mean(axis=1).tolist())
     tau = 1 + kept.astype(mx.float32).mean().item()
-    return Row(setting.name, agreement, tau, np.array(overlaps.mean(axis=0)), setting.flag)
+    return Row(reading, agreement, tau, np.array(overlaps.mean(axis=0)))
+
+
+Saved = tuple[Mapping[str, Any], Mapping[str, mx.array]]
+"""Config and weights of a head that is about to be saved."""
 
 
 def check_head(
@@ -360,7 +429,7 @@ def check_head(
     model: nn.Module,
     tokenizer: TokenizerWrapper,
     *,
-    variants: Mapping[str, tuple[Mapping[str, Any], Mapping[str, mx.array]]] = NO_VARIANTS,
+    variants: Mapping[str, Saved] | None = None,
     bases: set[float] = frozenset(),
     questions: Sequence[str] = QUESTIONS,
     num_tokens: int = 128,
@@ -373,92 +442,92 @@ def check_head(
     ``questions`` are asked in one conversation, with answers of at most ``num_tokens``.
     Raises ValueError if head and target do not fit each other, or no answer is long enough.
     """
-    part = attach(config, weights, model)
-    num_layers = len(model.layers)
-    own = part.head.config
-    resolved = Setting("as resolved", own, own.taps(num_layers))
-    baseline = replace(resolved, name="pairing shifted", lag=1)
-    others = alternatives(own, num_layers, bases)
-    taps = {tap for setting in (resolved, *others) for tap in setting.taps}
-    attached = {name: attach(*given, model) for name, given in variants.items()}
-    ids = attached.get("full", part).ids
-    texts = read_conversation(model, tokenizer, questions, num_tokens, taps, ids)
-    texts = [text for text in texts if text.num_slots(DEPTHS) > 0]
-    if not texts:
-        raise ValueError(
-            f"the target answers no prompt of --check with more than {DEPTHS} tokens, so there "
-            "is nothing to compare with; convert without --check"
-        )
-    rows = [measure(part, setting, texts) for setting in (resolved, baseline, *others)]
-    measured = {}
-    for name, other in attached.items():
-        config = variants[name][0]
-        title = "full vocabulary" if name == "full" else f"in {bits_of(config['quantization'])}"
-        own = replace(resolved, name=title, config=other.head.config)
-        measured[name] = measure(other, own, texts)
+
+    def attach(change: Mapping[str, Any], folder: Path, own: Mapping[str, Any]) -> AttachedHead:
+        return attach_head(folder, {**own, **change}, model, LoadOptions())
+
+    attached = {}
+    for name, (own, arrays) in (variants or {}).items():
+        title = "full vocabulary" if name == "full" else f"in {bits_of(own['quantization'])}"
+        with saved(arrays) as folder:
+            attached[name] = Reading(title), attach({}, folder, own)
+    with saved(weights) as folder:
+        part = attach({}, folder, config)
+        own = part.head.config
+        num_layers = len(model.layers)
+        others = alternatives(own, num_layers, bases)
+        taps = {
+            tap for x in (RESOLVED, *others) for tap in replace(own, **x.change).taps(num_layers)
+        }
+        ids = attached["full"][1].ids if "full" in attached else part.ids
+        texts = read_conversation(model, tokenizer, questions, num_tokens, taps, ids)
+        texts = [text for text in texts if text.num_slots(DEPTHS) > 0]
+        if not texts:
+            raise ValueError(
+                f"the target answers no prompt of --check with more than {DEPTHS} tokens, so "
+                "there is nothing to compare with; convert without --check"
+            )
+        readings = [RESOLVED, Reading("pairing shifted", lag=1), *others]
+        rows = [measure(attach(x.change, folder, config), x, texts) for x in readings]
+    measured = {name: measure(part, x, texts) for name, (x, part) in attached.items()}
     num_positions = sum(text.num_slots(DEPTHS) for text in texts)
-    return Report(rows[0], tuple(rows[2:]), rows[1], measured, len(texts), num_positions)
+    return Report(rows[0], tuple(rows[2:]), len(texts), num_positions, rows[1], measured)
 
 
-def verdict(report: Report) -> str:
-    """One sentence that says which setting wins, and what to do about it."""
-    winner = report.winner
-    ours = report.resolved
-    if winner is not ours:
-        return (
-            f"warning: {winner.name} fits better (overlap {winner.overlap:.3f}, not "
-            f"{ours.overlap:.3f}): convert the head again with {winner.flag}"
-        )
-    if not ours.is_better_than(report.baseline):
-        return (
-            "warning: the head does no better than with features of the wrong positions: "
-            "it is damaged, or was trained for another target"
-        )
-    close = [row.name for row in report.alternatives if not ours.is_better_than(row)]
-    doubt = f"; these texts do not tell it from {', '.join(close)}" if close else ""
-    return f"winner: {ours.name}{doubt}"
+def measure_acceptance(
+    kind: Kind,
+    config: Mapping[str, Any],
+    weights: Mapping[str, mx.array],
+    model: nn.Module,
+    tokenizer: TokenizerWrapper,
+    questions: Sequence[str] = QUESTIONS,
+    num_tokens: int = 96,
+) -> Report:
+    """Let the target answer with the drafter as it will be saved, under every reading of it.
+
+    Raises ValueError if drafter and target do not fit each other.
+    """
+    prompts = [encode(tokenizer, [{"role": "user", "content": text}]) for text in questions]
+    stops = set(tokenizer.eos_token_ids)
+
+    def measured(reading: Reading, folder: Path) -> Row:
+        changed = {**config, **reading.change}
+        drafter = kind.load(folder, changed, model, LoadOptions())
+        drafter = with_draft_vocab(drafter, changed.get("draft_vocab"), model, tokenizer)
+        stats = Stats()
+        for prompt in prompts:
+            stats += _answer(model, drafter, prompt, num_tokens, stops)
+        return Row(reading, tuple(stats.acceptance_by_position), stats.mean_acceptance_length)
+
+    readings = kind.readings(config)
+    if config.get("draft_vocab") is not None:
+        readings = {"full vocabulary": {"draft_vocab": None}} | readings
+    with saved(weights) as folder:
+        resolved = measured(RESOLVED, folder)
+        others = []
+        for name, change in readings.items():
+            with suppress(ValueError):  # a tap that this target lacks
+                others.append(measured(Reading(name, change), folder))
+    return Report(resolved, tuple(others), len(prompts))
 
 
-def check_table(report: Report) -> str:
-    """A table of all that was measured, one line per setting, and the verdict."""
-    rows = [report.resolved, *report.variants.values(), *report.alternatives, report.baseline]
-    width = max(len(row.name) for row in rows)
-    depths = " ".join(f"depth {depth}" for depth in range(1, DEPTHS + 1))
-    lines = [
-        f"agreement with the target at {report.num_positions} positions of "
-        f"{report.num_prompts} texts",
-        f"{'':{width}} {depths}   tau overlap   behind by",
-    ]
-    for row in rows:
-        shares = " ".join(f"{share:7.1%}" for share in row.agreement)
-        line = f"{row.name:{width}} {shares}  {row.tau:4.2f}   {row.overlap:.3f}"
-        if row is not report.resolved:
-            lead, error = report.resolved.lead_over(row)
-            line += f"  {lead:+.3f} ±{error:.3f}"
-        lines.append(line)
-    return "\n".join([*lines, verdict(report)])
-
-
-def _row_entry(row: Row) -> dict[str, Any]:
-    values = {
-        "agreement": [round(share, 4) for share in row.agreement],
-        "tau": round(row.tau, 3),
-        "overlap": round(row.overlap, 4),
-    }
-    return values if row.flag is None else {"override": row.flag, **values}
-
-
-def check_entry(report: Report) -> dict[str, Any]:
-    """The entry ``check`` for the converted head's ``config.json``."""
-    return {
-        "num_prompts": report.num_prompts,
-        "num_positions": report.num_positions,
-        **_row_entry(report.resolved),
-        **{name: _row_entry(row) for name, row in report.variants.items()},
-        "alternatives": {row.name: _row_entry(row) for row in report.alternatives},
-        "baseline": {report.baseline.name: _row_entry(report.baseline)},
-        "winner": report.winner.name,
-    }
+def _answer(
+    model: nn.Module, drafter: Drafter, prompt: Sequence[int], num_tokens: int, stops: set[int]
+) -> Stats:
+    stats = Stats()
+    size = min(drafter.longest_draft or MOST_DRAFTED, MOST_DRAFTED)
+    steps = speculative_generate_step(
+        mx.array(list(prompt)),
+        model,
+        drafter,
+        num_draft_tokens=size,
+        max_tokens=num_tokens,
+        stats=stats,
+    )
+    for token, _, _ in steps:
+        if token in stops:
+            break
+    return stats
 
 
 def load_model(name: str, dtype: str | None = None) -> tuple[nn.Module, TokenizerWrapper]:

@@ -23,8 +23,7 @@ from mlx_eagle.system.hub import locate, upload
 from mlx_eagle.system.progress import Progress, silent
 from mlx_eagle.system.safetensors import save_arrays
 
-from .check import check_entry, check_head, check_table, load_model, rope_bases
-from .check_acceptance import measure_acceptance
+from .check import check_head, load_model, measure_acceptance, rope_bases
 from .checkpoint import (
     CONFIG_FILES,
     DraftCheckpoint,
@@ -359,8 +358,8 @@ def _convert_eagle(
         bases = rope_bases(checkpoint.config) | rope_bases(target.config)
         loaded = load_model(target.name, options.dtype)
         report = check_head(dense.config, dense.weights, *loaded, variants=variants, bases=bases)
-        head.config["check"] = check_entry(report)
-        lines.append(check_table(report))
+        head.config["check"] = report.entry()
+        lines.append(report.table())
     return head, lines
 
 

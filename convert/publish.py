@@ -96,9 +96,9 @@ def _agreement(check: Mapping[str, Any] | None) -> list[str]:
     """The section about the results of ``--check``; [] if it did not run."""
     if check is None:
         return []
-    if "mean_acceptance_length" in check:
+    if "num_positions" not in check:
         said = (
-            f"{check['mean_acceptance_length']} tokens per pass of the target, in "
+            f"{check['tau']} tokens per pass of the target, in "
             f"{check['num_prompts']} answers of its own."
         )
         return ["## Measured acceptance", said]

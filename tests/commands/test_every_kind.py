@@ -25,7 +25,7 @@ from serving import ours
 from mlx_eagle.bench import __main__ as bench
 from mlx_eagle.commands import generate
 from mlx_eagle.convert import convert, pipeline
-from mlx_eagle.convert.check_acceptance import measure_acceptance
+from mlx_eagle.convert.check import measure_acceptance
 from mlx_eagle.doctor import __main__ as doctor
 from mlx_eagle.drafters.kinds import KINDS
 from mlx_eagle.drafters.pairs import pairs_for
@@ -169,8 +169,8 @@ def test_check_measures_it_and_its_other_readings(folders, monkeypatch, tmp_path
     monkeypatch.setattr(pipeline, "load_model", lambda *_: (model, Asker(tokens)))
     options = {"target": str(target), "check": True, "quantize": False, "dtype": "float32"}
     found = convert(source_of(kind, target), str(tmp_path / "head"), **options)["check"]
-    assert found["winner"] == "as resolved" and found["mean_acceptance_length"] > 3
-    bad = {name for name, length in found["readings"].items() if length < 3}
+    assert found["winner"] == "as resolved" and found["tau"] > 3
+    bad = {name for name, row in found["alternatives"].items() if row["tau"] < 3}
     assert READINGS[kind] <= bad
 
 

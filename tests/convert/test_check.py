@@ -15,13 +15,14 @@ from mlx_lm.utils import dequantize_model
 
 from mlx_eagle.convert import check, pipeline
 from mlx_eagle.convert.__main__ import main
-from mlx_eagle.convert.check import DEPTHS, Row, Setting, check_entry, check_table, verdict
+from mlx_eagle.convert.check import DEPTHS, RESOLVED, Reading, Row
 from mlx_eagle.convert.checkpoint import open_checkpoint
 from mlx_eagle.convert.head_config import resolve
 from mlx_eagle.convert.pipeline import SaveOptions
 from mlx_eagle.demo.pair import demo_target_path
 from mlx_eagle.drafters.config import Eagle3Config
-from mlx_eagle.drafters.head_weights import AttachedHead
+from mlx_eagle.drafters.head_weights import AttachedHead, attach_head
+from mlx_eagle.drafters.kind import LoadOptions
 
 DEMO = Path(__file__).parents[1] / "data" / "eagle3-smollm2-135m-instruct"
 BASE = 100.0  # far enough from the head's 100000 to matter within a hundred tokens
@@ -73,7 +74,7 @@ def test_hits_and_overlaps_are_counted_against_the_right_tokens():
     drafter = tiny_head(model)
     part = AttachedHead(drafter.head, drafter._embed, drafter.taps, drafter.to_target)
     text = check.read_text(model, PROMPT, 10, set(), set(drafter.taps), part.ids)
-    hits, overlaps = check.compare(part, text, drafter.taps)
+    hits, overlaps = check.compare(part, text)
     first = len(PROMPT) - 1
     steps = check.unroll(
         part, text.tokens, text.fused(drafter.taps), first, text.num_slots(DEPTHS)
@@ -105,7 +106,7 @@ def config(**changes) -> Eagle3Config:
 
 
 def flags(head: Eagle3Config, *args) -> list[str]:
-    return [setting.flag for setting in check.alternatives(head, *args)]
+    return [reading.flag for reading in check.alternatives(head, *args)]
 
 
 def test_every_doubt_has_its_flag():
@@ -126,29 +127,30 @@ def test_every_doubt_has_its_flag():
 
 def row(name: str, level: float, flag: str | None = None) -> Row:
     noise = np.random.default_rng(0).normal(0, 0.01, 100)
-    return Row(name, (level, level / 2, level / 3), 1.5, level + noise, flag)
+    return Row(Reading(name, flag=flag), (level, level / 2, level / 3), 1.5, level + noise)
 
 
 def report(*others: Row, resolved: float = 0.5, baseline: float = 0.2) -> check.Report:
     sides = row("as resolved", resolved), row("pairing shifted", baseline)
-    return check.Report(sides[0], others, sides[1], {}, 6, 100)
+    return check.Report(sides[0], others, 6, 100, sides[1])
 
 
 def test_the_verdict():
     ours = report(row("taps +1", 0.4, "--aux-layers 3,17,30"), row("b", 0.501, "--b"))
     assert ours.winner is ours.resolved
-    assert verdict(ours) == "winner: as resolved; these texts do not tell it from b"
-    assert verdict(report(row("taps +1", 0.4))) == "winner: as resolved"
-    assert check_entry(ours)["winner"] == "as resolved"
+    assert ours.verdict() == "winner: as resolved; these texts do not tell it from b"
+    assert report(row("taps +1", 0.4)).verdict() == "winner: as resolved"
+    assert ours.entry()["winner"] == "as resolved"
     theirs = report(row("taps +1", 0.6, "--aux-layers 3,17,30"))
-    assert verdict(theirs).startswith("warning: taps +1 fits better")
-    assert verdict(theirs).endswith("--aux-layers 3,17,30")
-    entry = check_entry(theirs)
+    assert theirs.verdict().startswith("warning: taps +1 fits better")
+    assert theirs.verdict().endswith("--aux-layers 3,17,30")
+    entry = theirs.entry()
     assert entry["winner"] == "taps +1"
     assert entry["alternatives"]["taps +1"]["override"] == "--aux-layers 3,17,30"
-    assert "another target" in verdict(report(baseline=0.5))
-    line = check_table(theirs).splitlines()[2]
-    assert line.split()[:6] == ["as", "resolved", "50.0%", "25.0%", "16.7%", "1.50"]
+    assert "another target" in report(baseline=0.5).verdict()
+    line = theirs.table().splitlines()[2]
+    assert line.split()[:3] == ["as", "resolved", "1.50"]
+    assert line.split()[-3:] == ["50.0%", "25.0%", "16.7%"]
 
 
 def test_check_needs_a_target(tmp_path, capsys):
@@ -269,7 +271,7 @@ def demo():
         patch.setattr(check, "read_conversation", keep)
         options = {"bases": {BASE}, "questions": check.QUESTIONS[:NUM_QUESTIONS]}
         found = check.check_head(built.config, built.weights, model, tokenizer, **options)
-    print("\n" + check_table(found))
+    print("\n" + found.table())
     return found, built, model, read
 
 
@@ -293,18 +295,21 @@ def test_the_right_setting_is_above_the_wrong_ones(demo):
     for name in ("taps +1", "taps -1"):
         assert right.is_better_than(wrong[name]), name
     # Told apart by the whole conversation: half of it is too short for these bases to part.
-    assert right.overlap > wrong["rope base 10000"].overlap
+    assert right.score > wrong["rope base 10000"].score
 
 
 @pytest.mark.exhaustive
 def test_swapped_norms(demo):
     found, built, model, read = demo
+
+    def measured(weights: dict[str, mx.array]) -> Row:
+        with check.saved(weights) as folder:
+            part = attach_head(folder, built.config, model, LoadOptions())
+            return check.measure(part, RESOLVED, read)
+
     weights = spread(built.weights)
-    part = check.attach(built.config, weights, model)
-    setting = Setting("", part.head.config, part.head.config.taps(30))
-    right = check.measure(part, setting, read)
-    assert right.overlap == pytest.approx(found.resolved.overlap, abs=1e-3)
+    right = measured(weights)
+    assert right.score == pytest.approx(found.resolved.score, abs=1e-3)
     first, second = NORMS
-    swapped = weights | {first: weights[second], second: weights[first]}
-    wrong = check.measure(check.attach(built.config, swapped, model), setting, read)
+    wrong = measured(weights | {first: weights[second], second: weights[first]})
     assert right.is_better_than(wrong) and right.agreement[0] > wrong.agreement[0] + 0.1

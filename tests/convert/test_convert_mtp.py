@@ -24,7 +24,7 @@ from mtp_checkpoints import (
 )
 
 from mlx_eagle.convert import convert, pipeline
-from mlx_eagle.convert.check_acceptance import measure_acceptance
+from mlx_eagle.convert.check import measure_acceptance
 from mlx_eagle.draft_models import open_drafter
 from mlx_eagle.drafters.kinds import load_drafter
 from mlx_eagle.drafters.mtp import readings
@@ -236,9 +236,10 @@ def test_check_measures_other_readings(tmp_path, monkeypatch, capsys):
     write_config(tmp_path / "target", full_config(QWEN) | {"vocab_size": 97, "hidden_size": 64})
     options = {"target": source, "check": True, "quantize": False}
     found = convert(source, str(tmp_path / "head"), **options)["check"]
-    assert found["readings"].keys() == {"state before embedding", "state before norm"}
-    assert found["num_prompts"] == 2 and found["mean_acceptance_length"] >= 1
-    assert "tokens per pass of the target, in 2 answers" in capsys.readouterr().out
+    assert found["alternatives"].keys() == {"state before embedding", "state before norm"}
+    assert found["num_prompts"] == 2 and found["tau"] >= 1
+    said = capsys.readouterr().out
+    assert "tokens per pass of the target" in said and "in 2 answers" in said
 
 
 def test_the_other_order_is_a_key_of_the_config(tmp_path):

@@ -42,7 +42,7 @@ from mlx.utils import tree_flatten
 
 import mlx_eagle
 from mlx_eagle.convert import convert, pipeline
-from mlx_eagle.convert.check_acceptance import measure_acceptance
+from mlx_eagle.convert.check import measure_acceptance
 from mlx_eagle.decoding import generate_step
 from mlx_eagle.drafters import dspark
 from mlx_eagle.drafters.base import Draft
@@ -297,11 +297,12 @@ def test_check_measures_acceptance(target, tmp_path, capsys):
     source = published(tmp_path / "source", learned("dflash"), FLAT)
     options = {"target": target, "check": True, "quantize": False}
     found = convert(str(source), str(tmp_path / "head"), **options)["check"]
-    assert found["winner"] == "as resolved" and found["mean_acceptance_length"] > 4
-    assert len(found["acceptance_by_position"]) == 6 and found["num_prompts"] == 2
+    assert found["winner"] == "as resolved" and found["tau"] > 4
+    assert len(found["agreement"]) == 6 and found["num_prompts"] == 2
     names = {"taps -1", "slot 0 drafts first", "causal", "raw embeddings"}
-    assert names < found["readings"].keys() and "taps +1" not in found["readings"]
-    assert found["readings"]["slot 0 drafts first"] < 2
+    readings = found["alternatives"]
+    assert names < readings.keys() and "taps +1" not in readings
+    assert readings["slot 0 drafts first"]["tau"] < 2
     assert config_of(tmp_path / "head")["check"] == found
     assert "winner: as resolved" in capsys.readouterr().out
 

@@ -21,7 +21,7 @@ import mlx_eagle
 from mlx_eagle.commands.flags import check_draft_flags
 from mlx_eagle.convert import convert
 from mlx_eagle.convert.__main__ import main
-from mlx_eagle.convert.check_acceptance import measure_acceptance
+from mlx_eagle.convert.check import measure_acceptance
 from mlx_eagle.convert.trim import Trim
 from mlx_eagle.draft_models import open_beside
 from mlx_eagle.drafters.base import Draft
@@ -336,7 +336,7 @@ def test_the_check_lists_the_full_vocabulary():
         KINDS_BY_NAME["dflash"], made | {"draft_vocab": 5}, weights, model, byte_tokenizer(),
         questions=["ab"], num_tokens=8,
     )  # fmt: skip
-    names = [reading.name for reading in found.others]
+    names = [reading.name for reading in found.alternatives]
     assert "full vocabulary" in names and "full vocabulary" in found.table()
 
 
