@@ -5,10 +5,11 @@ is often a copy of the target's. Nothing of the weights is read here but the voc
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_eagle.drafters.config import (
     AttentionFields,
@@ -16,6 +17,7 @@ from mlx_eagle.drafters.config import (
     FusionFields,
     LayerFields,
     ParallelFields,
+    VocabularyFields,
 )
 from mlx_eagle.drafters.folder import check_tensors, rows_of
 from mlx_eagle.drafters.head import GATED
@@ -41,7 +43,7 @@ from .published_config import (
     written_taps,
 )
 from .stored import LazyTensor
-from .vocabulary import Vocabulary, resolve_vocabulary
+from .vocabulary import read_vocabulary
 
 DEFAULT_HEADS = 32
 COPIED = ("qk_norm", "attention_bias", "mlp_bias")
@@ -57,14 +59,15 @@ ENTRANCES = ("k_proj", "kv_a_proj_with_mqa", "q_proj", "q_a_proj")
 class Resolved:
     """A head: its config, and its tensors, which are unread.
 
-    ``notes`` are doubts, each a sentence for the user. ``trimmed`` says how the draft
-    vocabulary was cut down, if it was (see ``trim.py``).
+    ``target_ids`` (Vd,) are those of the draft ids, ascending; None if both are the same.
+    ``notes`` are doubts, each a sentence for the user. ``trimmed`` says how the draft vocabulary
+    was cut down, if it was (see ``trim.py``).
     """
 
     family: Family
     config: Eagle3Config
     tensors: dict[str, Tensor]
-    vocabulary: Vocabulary
+    target_ids: np.ndarray | None
     notes: tuple[str, ...]
     trimmed: Mapping[str, Any] | None = None
 
@@ -259,17 +262,11 @@ def _fusion(head: PublishedHead) -> FusionFields:
     """The fields about the features of the target that are fused: taps, width and norms."""
     settings = head.settings
     tensors = head.tensors
-    target = head.target
     num_aux = 1
     size = head.hidden_size
     uses_aux = head.family.fixed.get("uses_aux", True)
     if uses_aux:
         num_aux, size = _feature_sizes(head)
-    if target is not None and target.hidden_size != size:
-        raise ValueError(
-            f"the head takes features of width {size}, and {target.name} has hidden size "
-            f"{target.hidden_size}; give the target it was trained for"
-        )
     taps: dict[str, Any] = {"aux_ids_source": "final norm"}
     if uses_aux:
         taps = read_taps(head.config, num_aux, head.target_depth, head.overrides, head.notes)
@@ -309,7 +306,7 @@ def _parallel(head: PublishedHead, vocab_size: int) -> ParallelFields:
     )
 
 
-def _build_config(head: PublishedHead, vocabulary: Vocabulary) -> Eagle3Config:
+def _build_config(head: PublishedHead, vocabulary: VocabularyFields) -> Eagle3Config:
     """The config of a published head, every field resolved; doubts are added to its notes.
 
     Raises ValueError, one sentence, for what is missing or contradicts something else.
@@ -318,8 +315,8 @@ def _build_config(head: PublishedHead, vocabulary: Vocabulary) -> Eagle3Config:
         _layers(head),
         _attention(head),
         _fusion(head),
-        vocabulary.fields(head.tensors),
-        _parallel(head, vocabulary.size),
+        vocabulary,
+        _parallel(head, vocabulary.vocab_size),
     )
     values = {"family": head.family.name}
     for group in groups:
@@ -423,7 +420,7 @@ def _unpermute(rows: mx.array, num_heads: int) -> mx.array:
     return rows.reshape(num_heads, width // 2, 2, -1).swapaxes(1, 2).reshape(rows.shape)
 
 
-def _reorder(head: PublishedHead, config: Eagle3Config, vocabulary: Vocabulary) -> None:
+def _reorder(head: PublishedHead, config: Eagle3Config, ids: np.ndarray | None) -> None:
     """Put rows in the order of their use: heads in halves, outputs of the draft's tokens only."""
     tensors = head.tensors
     tensors.pop("rope_freqs.weight", None)  # which the config holds by now
@@ -433,24 +430,23 @@ def _reorder(head: PublishedHead, config: Eagle3Config, vocabulary: Vocabulary) 
                 name = f"layers.{i}.self_attn.{part}_proj.weight"
                 if name in tensors:
                     tensors[name] = LazyTensor(tensors[name], lambda w, n=count: _unpermute(w, n))
-    if vocabulary.target_ids is not None:
-        rows = mx.array(vocabulary.target_ids)
+    if ids is not None:
+        rows = mx.array(ids)
         for name in filter(is_output, tensors):
             output = tensors[name]
-            if output.rows == vocabulary.size:
-                shape = (vocabulary.draft_size, *output.shape[1:])
+            if output.rows == config.vocab_size:
+                shape = (len(ids), *output.shape[1:])
                 tensors[name] = LazyTensor(output, lambda w: w[rows], shape)
     if "mask_hidden" in tensors:  # (1, 1, F) in most files
         mask = tensors["mask_hidden"]
         tensors["mask_hidden"] = LazyTensor(mask, lambda w: w.reshape(-1), (mask.size,))
 
 
-def _doubts(head: PublishedHead, config: Eagle3Config, vocabulary: Vocabulary) -> list[str]:
+def _doubts(head: PublishedHead, config: Eagle3Config, ids: np.ndarray | None) -> list[str]:
     """Notes about what the published config leaves open or may say wrongly."""
     family = head.family
     found = []
-    ids = vocabulary.target_ids
-    if ids is not None and ids[-1] == vocabulary.draft_size - 1:
+    if ids is not None and ids[-1] == len(ids) - 1:
         found.append(
             f"d2t is all zeros: the draft vocabulary is taken to be the first {len(ids)} ids; if "
             "acceptance is near zero the map was lost"
@@ -496,14 +492,22 @@ def resolve(
     head = PublishedHead(family, checkpoint.config, settings, tensors, target, overrides)
     _name_norms(head)
     _drop_early_stop(head)
-    vocabulary = resolve_vocabulary(tensors, settings)
-    for name in ("d2t", "t2d", *(() if family.owns_embedding else ("embed_tokens.weight",))):
+    vocabulary, ids = read_vocabulary(tensors, settings)
+    if not family.owns_embedding:
+        tensors.pop("embed_tokens.weight", None)
+        vocabulary = replace(vocabulary, embed_source="target")
+    for name in ("d2t", "t2d"):
         tensors.pop(name, None)
     config = _build_config(head, vocabulary)
-    _reorder(head, config, vocabulary)
+    _reorder(head, config, ids)
     check_tensors(stored_shapes(config), tensors)
     _check_tables(config, settings)
-    if target is not None and config.lm_head_source != "target":
-        vocabulary.check_target(target)
-    notes = (*head.notes, *_doubts(head, config, vocabulary))
-    return Resolved(family, config, tensors, vocabulary, notes)
+    if target is not None:
+        config.check_fit(target)
+        if ids is not None and ids[-1] >= target.vocab_size:
+            raise ValueError(
+                f"the head drafts token {ids[-1]}, and {target.name} has only "
+                f"{target.vocab_size} tokens; give the target it was trained for"
+            )
+    notes = (*head.notes, *_doubts(head, config, ids))
+    return Resolved(family, config, tensors, ids, notes)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_eagle.drafters.config import Eagle3Config
 from mlx_eagle.drafters.kind import Tensor, Tensors
@@ -83,7 +84,7 @@ def drop_shared(head: Resolved, target: TargetFolder) -> Resolved:
         return head
     config = head.config
     tensors = dict(head.tensors)
-    ids = head.vocabulary.target_ids
+    ids = head.target_ids
     embedding = tensors.get("embed_tokens.weight")
     if embedding is not None and same_values(embedding.read(), target.table("embed_tokens")):
         del tensors["embed_tokens.weight"]
@@ -131,8 +132,9 @@ def build(resolved: Resolved, options: SaveOptions) -> Head:
         config["draft_vocab_trim"] = dict(resolved.trimmed)
     tensors = resolved.tensors
     head = _read(resolved.family.title, config, tensors, own_dtype(tensors), options)
-    if resolved.vocabulary.offsets is not None:
-        head.weights["d2t"] = mx.array(resolved.vocabulary.offsets)
+    ids = resolved.target_ids
+    if ids is not None:
+        head.weights["d2t"] = mx.array((ids - np.arange(len(ids))).astype(np.int32))
     return replace(head, notes=(*resolved.notes, *head.notes))
 
 

@@ -212,7 +212,7 @@ def read_taps(
             f"the taps {shown(written)} look like numbers of layer outputs that a converter "
             "copied; taken as written; if acceptance is low try --aux-offset 1"
         )
-    _check_taps(ids, source, num_aux, depth)
+    _check_taps(ids, source, num_aux)
     return {"aux_boundary_ids": ids, "aux_ids_source": source, "aux_nested_ids": open_ids}
 
 
@@ -230,7 +230,7 @@ def _doubt_about_taps(written: tuple[int, ...], ids: tuple[int, ...], depth: int
     )
 
 
-def _check_taps(ids: tuple[int, ...] | None, source: str, num_aux: int, depth: int | None) -> None:
+def _check_taps(ids: tuple[int, ...] | None, source: str, num_aux: int) -> None:
     """Raise ValueError for ids that a head of ``num_aux`` features cannot have."""
     if ids is None:
         if num_aux != 3:
@@ -250,11 +250,6 @@ def _check_taps(ids: tuple[int, ...] | None, source: str, num_aux: int, depth: i
     if min(ids) < 0 or list(ids) != in_order:
         raise ValueError(
             f"the {taps} are not ascending numbers from 0; give mlx_eagle.convert --aux-layers"
-        )
-    if depth is not None and ids[-1] > depth:
-        raise ValueError(
-            f"the {taps} go beyond the target's {depth} layers; this head belongs to another "
-            "target, or give mlx_eagle.convert --aux-layers"
         )
 
 

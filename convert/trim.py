@@ -121,15 +121,14 @@ def trim(
     Raises ValueError for a size out of range, a text that cannot be read, and a text without a
     tokenizer to read it with.
     """
-    vocabulary = head.vocabulary
-    if wanted.ids is None and not 1 <= wanted.size <= vocabulary.draft_size:
+    config = head.config
+    num = config.draft_vocab_size
+    if wanted.ids is None and not 1 <= wanted.size <= num:
         raise ValueError(
-            f"--draft-vocab {wanted.size}: the head drafts {vocabulary.draft_size} tokens; give a "
-            f"number from 1 to {vocabulary.draft_size}"
+            f"--draft-vocab {wanted.size}: the head drafts {num} tokens; give a number from 1 to "
+            f"{num}"
         )
-    ids = vocabulary.target_ids
-    if ids is None:
-        ids = np.arange(vocabulary.draft_size)
+    ids = np.arange(num) if head.target_ids is None else head.target_ids
     counts = None
     if wanted.text is not None:
         counts = count_tokens(wanted.text, *_tokenizer_place(checkpoint, target))
@@ -139,7 +138,6 @@ def trim(
         if not len(kept):
             raise ValueError("--draft-vocab names no token that the head drafts; give others")
     tensors = dict(head.tensors)
-    config = head.config
     rows = mx.array(kept)
     for name in filter(is_output, head.tensors):
         shape = (len(kept), *tensors[name].shape[1:])
@@ -157,8 +155,7 @@ def trim(
             "covered": round(counts.share(ids[kept].tolist()), 4),
             "covered_before": round(counts.share(ids.tolist()), 4),
         }
-    vocabulary = replace(vocabulary, draft_size=len(kept), target_ids=ids[kept])
-    return replace(head, config=config, tensors=tensors, vocabulary=vocabulary, trimmed=entry)
+    return replace(head, config=config, tensors=tensors, target_ids=ids[kept], trimmed=entry)
 
 
 def describe(entry: Mapping[str, Any]) -> str:

@@ -4,7 +4,6 @@
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -12,7 +11,6 @@ import numpy as np
 
 from mlx_eagle.drafters.config import VocabularyFields
 from mlx_eagle.drafters.kind import Tensor
-from mlx_eagle.drafters.target_parts import TargetSizes
 
 FLAGS = ("BOOL", "U8", "I8", "I32", "I64")
 NUMBERS = ("I64", "I32", "I16", "I8", "U8")
@@ -24,46 +22,6 @@ def vocabulary_maps(ids: mx.array, size: int) -> dict[str, mx.array]:
     drafted = mx.zeros(size, mx.bool_)
     drafted[ids] = True
     return {"d2t": ids - mx.arange(len(ids), dtype=mx.int64), "t2d": drafted}
-
-
-@dataclass(frozen=True)
-class Vocabulary:
-    """``target_ids`` (draft_size,) ascending; None if draft and target ids are the same."""
-
-    size: int
-    draft_size: int
-    target_ids: np.ndarray | None
-
-    @property
-    def offsets(self) -> np.ndarray | None:
-        """d2t, (draft_size,) int32."""
-        if self.target_ids is None:
-            return None
-        return (self.target_ids - np.arange(self.draft_size)).astype(np.int32)
-
-    @property
-    def max_target_id(self) -> int:
-        return self.draft_size - 1 if self.target_ids is None else int(self.target_ids[-1])
-
-    def check_target(self, target: TargetSizes) -> None:
-        """Raise ValueError if the target lacks a token that the head drafts."""
-        if self.max_target_id >= target.vocab_size:
-            raise ValueError(
-                f"the head drafts token {self.max_target_id}, and {target.name} has only "
-                f"{target.vocab_size} tokens; give the target it was trained for"
-            )
-
-    def fields(self, tensors: Mapping[str, Tensor]) -> VocabularyFields:
-        """The fields of a config about vocabularies and the origins of tables."""
-        same = self.target_ids is None
-        output = "file" if "lm_head.weight" in tensors else "target" if same else "target_rows"
-        return VocabularyFields(
-            vocab_size=self.size,
-            draft_vocab_size=self.draft_size,
-            has_d2t=not same,
-            embed_source="file" if "embed_tokens.weight" in tensors else "target",
-            lm_head_source=output,
-        )
 
 
 def _read_vector(
@@ -96,8 +54,14 @@ def _target_ids(tensors: Mapping[str, Tensor]) -> np.ndarray | None:
     return ids
 
 
-def resolve_vocabulary(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> Vocabulary:
-    """Both sizes and the map between them; ValueError if tensors and config disagree."""
+def read_vocabulary(
+    tensors: Mapping[str, Tensor], settings: Mapping[str, Any]
+) -> tuple[VocabularyFields, np.ndarray | None]:
+    """The fields about vocabularies and tables, and the target id of each draft id, (Vd,).
+
+    These are ascending; None if draft and target ids are the same. Raises ValueError if tensors
+    and config disagree.
+    """
     ids = _target_ids(tensors)
     output = tensors.get("lm_head.weight")
     stated = settings.get("draft_vocab_size")
@@ -118,7 +82,16 @@ def resolve_vocabulary(tensors: Mapping[str, Tensor], settings: Mapping[str, Any
         raise ValueError(
             f"lm_head has {output.rows} rows, expected one a draft token: {draft_size}"
         )
-    return Vocabulary(size, draft_size, ids if draft_size < size else None)
+    is_part = draft_size < size
+    theirs = "target_rows" if is_part else "target"
+    fields = VocabularyFields(
+        vocab_size=size,
+        draft_vocab_size=draft_size,
+        has_d2t=is_part,
+        embed_source="file" if "embed_tokens.weight" in tensors else "target",
+        lm_head_source=theirs if output is None else "file",
+    )
+    return fields, ids if is_part else None
 
 
 def _check_map(ids: np.ndarray | None, size: int, draft_size: int, stated: int | None) -> None:

@@ -233,8 +233,8 @@ def test_the_target_settles_the_taps_and_gives_its_tokenizer(source, tmp_path, o
 @pytest.mark.parametrize(
     "config, words",
     [
-        ({"hidden_size": 128}, "hidden size 128"),
-        ({"hidden_size": 48}, "hidden size 48"),
+        ({"hidden_size": 128}, "this target's is 128"),
+        ({"hidden_size": 48}, "this target's is 48"),
         ({"vocab_size": 60}, "only 60 tokens"),
         ({"num_hidden_layers": 4}, "--aux-layers"),
     ],

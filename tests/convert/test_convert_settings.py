@@ -72,7 +72,7 @@ def test_default_taps(depth):
 
 
 def test_taps_beyond_the_target(capsys):
-    with pytest.raises(ValueError, match="beyond"):
+    with pytest.raises(ValueError, match="the target has 32 layers"):
         resolved(speculators(eagle_aux_hidden_state_layer_ids=[2, 16, 33]), 32, PLAIN)
 
 
