@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_eagle.drafters.config import Eagle3Config
-from mlx_eagle.drafters.kind import Tensor, Tensors
+from mlx_eagle.drafters.kind import Tensors
 from mlx_eagle.drafters.kinds import KINDS, OTHERWISE, is_converted, recognise
 from mlx_eagle.drafters.quantize import Packing, Quantization, bits_of, pack
 from mlx_eagle.drafters.target_parts import (
@@ -114,15 +115,13 @@ def prepare(
     return head if folder is None else drop_shared(head, folder)
 
 
-def own_dtype(tensors: dict[str, Tensor]) -> str:
-    """The dtype that most of the head is stored in, judged by its first matrix.
+def own_dtype(tensors: Tensors) -> str:
+    """The dtype that most of a drafter is stored in, judged by its largest tensor.
 
-    If this is quantized it is judged by a norm, for scales are often more precise than the head.
+    Tensors that are made of several do not count: their scales are often more precise.
     """
-    first = tensors["layers.0.self_attn.o_proj.weight"]
-    if isinstance(first, Unpacked):
-        first = tensors["layers.0.post_attention_layernorm.weight"]
-    return DTYPE_OF_FORMAT.get(first.format, "float16")
+    plain = (tensor for tensor in tensors.values() if not isinstance(tensor, Unpacked))
+    return DTYPE_OF_FORMAT.get(max(plain, key=lambda tensor: tensor.size).format, "float16")
 
 
 def build(resolved: Resolved, options: SaveOptions) -> Head:
@@ -150,9 +149,7 @@ def build_kind(name: str, checkpoint: DraftCheckpoint, options: SaveOptions) -> 
             f"this is {KINDS[name].title} that is packed already, and packed anew it would lose "
             "twice: name it as it is with --draft-model, or convert with --no-quantize"
         )
-    largest = max(whole.values(), key=lambda tensor: tensor.size)
-    own = DTYPE_OF_FORMAT.get(largest.format, "float16")
-    return _read(KINDS[name].title, config | {"kind": name}, tensors, own, options)
+    return _read(KINDS[name].title, config | {"kind": name}, tensors, own_dtype(whole), options)
 
 
 def _read(
@@ -268,58 +265,22 @@ def _destination(mlx_path: str, dtype: str | None) -> Path:
     return path
 
 
-def source_entry(checkpoint: DraftCheckpoint) -> dict[str, Any]:
-    """The origin of a head, for its config; a local folder by its name only."""
-    path = Path(checkpoint.source)
-    return {
-        "path": path.name if path.exists() else checkpoint.source,
-        "files": checkpoint.sha256(),
-    }
-
-
-def _refuse(kind: str, draft_vocab: Trim | None, overrides: Overrides) -> None:
-    """Raise ValueError for options that only EAGLE heads have."""
+def _refuse(config: Mapping[str, Any], draft_vocab: Trim | None, overrides: Overrides) -> None:
+    """Raise ValueError for options that a drafter which is no EAGLE head does not take."""
+    title = KINDS[config["kind"]].title
     options = {"--draft-vocab-text": None if draft_vocab is None else draft_vocab.text}
     options |= {f"--{name.replace('_', '-')}": value for name, value in vars(overrides).items()}
     given = [name for name, value in options.items() if value is not None]
     if given:
-        raise ValueError(
-            f"{given[0]} is for EAGLE heads, and this is {KINDS[kind].title}: leave it out"
-        )
-
-
-def _convert_kind(
-    kind: str,
-    checkpoint: DraftCheckpoint,
-    target: TargetSizes | None,
-    options: SaveOptions,
-    check: bool,
-    draft_vocab: Trim | None,
-) -> tuple[Head, list[str]]:
-    """A drafter of another kind than EAGLE heads, and lines for people about it."""
-    head = build_kind(kind, checkpoint, options)
-    lines = [f"kind        {head.title}", *size_lines(checkpoint, head)]
-    if draft_vocab is not None:
-        head.config["draft_vocab"] = draft_vocab.stored
-        _check_draft_vocab(head.config, draft_vocab)
-    KINDS[kind].made_for(head.config, Path("config.json"), target)
-    if check and target is not None:
-        loaded = load_model(target.name, options.dtype)
-        found = measure_acceptance(KINDS[kind], head.config, head.weights, *loaded)
-        head.config["check"] = found.entry()
-        lines.append(found.table())
-    return head, lines
-
-
-def _check_draft_vocab(config: Mapping[str, Any], wanted: Trim) -> None:
-    """Raise ValueError for a draft vocabulary that a drafter does not take."""
+        raise ValueError(f"{given[0]} is for EAGLE heads, and this is {title}: leave it out")
+    if draft_vocab is None:
+        return
     if "vocab_size" not in config:
-        title = KINDS[config["kind"]].title
         raise ValueError(
             f"--draft-vocab is for drafters that score a vocabulary, and this is {title}: leave "
             "it out"
         )
-    most = max(wanted.ids or (wanted.size - 1,))
+    most = max(draft_vocab.ids or (draft_vocab.size - 1,))
     if most >= config["vocab_size"]:
         raise ValueError(
             f"--draft-vocab reaches token {most}, and the drafter's target has "
@@ -330,6 +291,30 @@ def _check_draft_vocab(config: Mapping[str, Any], wanted: Trim) -> None:
             "--draft-vocab makes an assistant no cheaper that scores clusters of its vocabulary; "
             "leave it out"
         )
+
+
+def _convert_kind(
+    kind: str,
+    checkpoint: DraftCheckpoint,
+    target: TargetSizes | None,
+    options: SaveOptions,
+    overrides: Overrides,
+    check: bool,
+    draft_vocab: Trim | None,
+) -> tuple[Head, list[str]]:
+    """A drafter of another kind than EAGLE heads, and lines for people about it."""
+    head = build_kind(kind, checkpoint, options)
+    lines = [f"kind        {head.title}", *size_lines(checkpoint, head)]
+    _refuse(head.config, draft_vocab, overrides)
+    if draft_vocab is not None:
+        head.config["draft_vocab"] = draft_vocab.stored
+    KINDS[kind].made_for(head.config, Path("config.json"), target)
+    if check and target is not None:
+        loaded = load_model(target.name, options.dtype)
+        report = measure_acceptance(KINDS[kind], head.config, head.weights, *loaded)
+        head.config["check"] = report.entry()
+        lines.append(report.table())
+    return head, lines
 
 
 def _convert_eagle(
@@ -448,12 +433,13 @@ def convert(
     if isinstance(draft_vocab, int):
         draft_vocab = Trim(draft_vocab)
     is_eagle = KINDS[kind].convert is None
-    if is_eagle:
-        head, lines = _convert_eagle(checkpoint, model, options, overrides, check, draft_vocab)
-    else:
-        _refuse(kind, draft_vocab, overrides)
-        head, lines = _convert_kind(kind, checkpoint, model, options, check, draft_vocab)
-    head.config["source"] = source_entry(checkpoint)
+    make = _convert_eagle if is_eagle else partial(_convert_kind, kind)
+    head, lines = make(checkpoint, model, options, overrides, check, draft_vocab)
+    path = Path(checkpoint.source)
+    head.config["source"] = {
+        "path": path.name if path.exists() else checkpoint.source,  # of a folder only its name
+        "files": checkpoint.sha256(),
+    }
     with new_folder(destination) as folder:
         save(head, folder, model if is_eagle and isinstance(model, TargetFolder) else None)
         if upload_repo:
