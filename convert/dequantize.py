@@ -9,7 +9,7 @@ of microscaling formats 1.0 (E2M1 and E8M0).
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,29 +71,15 @@ UNUSED = re.compile(r"\.(((input|output|[kqv])_(scale|zero_point|global_scale))|
 BLOCK = (128, 128)  # rows and columns, for fine-grained FP8 whose config does not say it
 
 
-def _small_floats(exponent: int, mantissa: int, has_infinity: bool) -> np.ndarray:
-    """Every value of an 8-bit float, (256,) float32, by its bits."""
-    bits = np.arange(256)
-    fraction = (bits & ((1 << mantissa) - 1)) / (1 << mantissa)
-    power = (bits >> mantissa) & ((1 << exponent) - 1)
-    bias = (1 << (exponent - 1)) - 1
-    leading = np.where(power == 0, 0, 1)
-    values = (leading + fraction) * 2.0 ** (np.maximum(power, 1) - bias)
-    top = power == (1 << exponent) - 1
-    if has_infinity:
-        values = np.where(top, np.where(fraction == 0, np.inf, np.nan), values)
-    else:
-        values = np.where(top & (bits & 7 == 7), np.nan, values)
-    return np.where(bits & 128, -values, values).astype(np.float32)
-
-
-with np.errstate(over="ignore"):
-    BYTES = {
-        "F8_E4M3": _small_floats(4, 3, has_infinity=False),
-        "F8_E5M2": _small_floats(5, 2, has_infinity=True),
-        "F8_E8M0": np.ldexp(np.float32(1), np.arange(256) - 127),
-        "I8": np.arange(256).astype(np.uint8).view(np.int8).astype(np.float32),
-    }
+BITS = np.arange(256, dtype=np.uint16)
+# As float16, whose exponents have one bit more and count from 8 further down.
+E4M3 = ((BITS & 128) << 8 | (BITS & 127) << 7).view(np.float16) * np.float32(256)
+BYTES = {
+    "F8_E4M3": np.where(BITS & 127 == 127, np.float32(np.nan), E4M3),
+    "F8_E5M2": (BITS << 8).view(np.float16).astype(np.float32),
+    "F8_E8M0": np.float32([*np.ldexp(1.0, np.arange(-127, 128)), np.nan]),
+    "I8": BITS.astype(np.int8).astype(np.float32),
+}
 """The values of one-byte types, by their bits."""
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 NIBBLES = np.concatenate([E2M1, -E2M1])
@@ -144,28 +130,17 @@ class Unpacked(Tensor):
         return BYTES[packed.format][data.view(np.uint8)]
 
     def _integers(self, words: np.ndarray, count: int) -> np.ndarray:
-        """Rows of int32 words as ``count`` signed integers each, float32.
-
-        They are packed bit after bit, as now, or only as whole ones in each word, as until 2025.
-        The orders differ if the bits do not divide 32.
-        """
-        fitting = [
-            (bits, words.shape[1] == dense)
-            for bits, dense, whole in _words_of(count, self.hints.num_bits)
-            if words.shape[1] in (dense, whole)
-        ]
+        """Rows of int32 words as ``count`` signed integers each, bit after bit, float32."""
+        fitting = _bits_in(words.shape[1], count, self.hints.num_bits)
         if len(fitting) != 1:
             raise ValueError(
                 f"{self.name} is packed as {words.shape[1]} words of {count} integers, and the "
                 "config does not say of how many bits; the checkpoint is damaged"
             )
-        ((bits, is_dense),) = fitting
+        bits = fitting[0]
         stream = np.unpackbits(
             np.ascontiguousarray(words).view(np.uint8), axis=1, bitorder="little"
         )
-        if not is_dense:
-            stream = stream.reshape(len(words), -1, 32)[..., : 32 // bits * bits]
-            stream = stream.reshape(len(words), -1)
         places = stream[:, : count * bits].reshape(len(words), count, bits)
         values = (places * (1 << np.arange(bits))).sum(axis=-1)
         return (values - (1 << (bits - 1))).astype(np.float32)
@@ -194,7 +169,7 @@ class Unpacked(Tensor):
         return zeros.reshape(scales.shape)
 
     def _over_columns(self, per_group: np.ndarray) -> np.ndarray:
-        """One number for every number of the matrix, or an array that broadcasts to that."""
+        """One number for every number of the matrix."""
         rows, columns = self.shape
         if "weight_g_idx" in self.parts:  # the group of each column
             groups = self.parts["weight_g_idx"].numpy().reshape(-1)
@@ -219,9 +194,7 @@ class Unpacked(Tensor):
                 )
             steps.append(step)
         down, across = steps
-        spread = per_group if down in (1, rows) else np.repeat(per_group, down, axis=0)[:rows]
-        if across in (1, columns):
-            return spread
+        spread = np.repeat(per_group, down, axis=0)[:rows]
         return np.repeat(spread, across, axis=1)[:, :columns]
 
 
@@ -244,10 +217,9 @@ def _floats(stored: Stored) -> np.ndarray:
     return np.array(stored.read().astype(mx.float32))
 
 
-def _words_of(count: int, num_bits: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
-    """(bits, words if packed densely, words if packed as whole ones) for ``count`` integers."""
-    for bits in num_bits or tuple(range(1, 9)):
-        yield bits, -(-count * bits // 32), -(-count // (32 // bits))
+def _bits_in(words: int, count: int, num_bits: tuple[int, ...]) -> list[int]:
+    """The bits that ``count`` integers in so many words may have, of those that are stated."""
+    return [bits for bits in num_bits or range(1, 9) if -(-count * bits // 32) == words]
 
 
 def _read_hints(config: Mapping[str, Any]) -> Hints:
@@ -337,7 +309,7 @@ def _integer_shape(
     shape = tuple(map(int, stated.numpy().reshape(-1)[:3])) if is_whole else ()
     words = packed.shape[1]
     fits = len(shape) == 2 and shape[0] == packed.rows and 0 < shape[1] <= words * 32
-    if fits and any(words in counts for _, *counts in _words_of(shape[1], num_bits)):
+    if fits and _bits_in(words, shape[1], num_bits):
         return shape
     bits = f" of {' or '.join(map(str, num_bits))} bits" if num_bits else ""
     raise ValueError(

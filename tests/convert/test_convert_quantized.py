@@ -199,25 +199,6 @@ def test_fine_grained_fp8(scale_name, shape):
             assert found[i, j] == wanted
 
 
-def test_whole_integers_in_a_word():
-    """As compressed-tensors packed three bits before it packed them densely: ten to a word."""
-    values = RNG.integers(-4, 4, (6, 64))
-    words = np.zeros((6, 7), np.uint32)
-    for i, row in enumerate(values):
-        for j, value in enumerate(row):
-            words[i, j // 10] |= np.uint32(int(value) + 4) << np.uint32(3 * (j % 10))
-    scales = RNG.random((6, 2), dtype=np.float32)
-    found = read(
-        {
-            "weight_packed": stored(words.view(np.int32)),
-            "weight_shape": stored(np.array([6, 64])),
-            "weight_scale": stored(scales),
-        },
-        {"quantization_config": {"config_groups": {"group_0": {"weights": {"num_bits": 3}}}}},
-    )
-    assert np.array_equal(found, values.astype(np.float32) * np.repeat(scales, 32, axis=1))
-
-
 def test_groups_in_another_order():
     values = RNG.integers(-128, 128, (4, 12), dtype=np.int8)
     scales, order = RNG.random((4, 3), dtype=np.float32), RNG.permutation(np.arange(12) // 4)
