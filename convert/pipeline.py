@@ -111,7 +111,7 @@ def prepare(
     head = resolve(checkpoint, target, overrides)
     folder = target if isinstance(target, TargetFolder) else None
     if draft_vocab is not None:
-        head = trim(head, draft_vocab, checkpoint, folder)
+        head = trim(head, draft_vocab, folder)
     return head if folder is None else drop_shared(head, folder)
 
 

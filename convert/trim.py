@@ -6,7 +6,7 @@ given is only counted.
 
 import hashlib
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm import tokenizer_utils
 
-from .checkpoint import DraftCheckpoint, TargetFolder
+from .checkpoint import TargetFolder
 from .head_config import Resolved, is_output
 from .stored import LazyTensor
 
@@ -50,76 +50,47 @@ class Trim:
         return self.size if self.ids is None else list(self.ids)
 
 
-@dataclass(frozen=True)
-class Counts:
-    """The number of times each token id is in a text, the tokenizer's stops, the file's sha256."""
-
-    tokens: Mapping[int, int]
-    stops: frozenset[int]
-    sha256: str
-
-    def share(self, ids: Collection[int]) -> float:
-        """The share of the text's tokens that are among ``ids``."""
-        return sum(self.tokens.get(i, 0) for i in ids) / sum(self.tokens.values())
-
-
-def _tokenizer_place(
-    checkpoint: DraftCheckpoint, target: TargetFolder | None
-) -> tuple[Path, Mapping]:
-    """The folder with the target's tokenizer, and its config; ValueError if there is none."""
-    places = [] if target is None else [(target.folder, target.config)]
-    places.append((checkpoint.files[0].parent, checkpoint.config))
-    for folder, config in places:
-        if any(any(folder.glob(pattern)) for pattern in VOCABULARY_FILES):
-            return folder, config
-    where = checkpoint.source if target is None else f"{target.name} and {checkpoint.source}"
-    raise ValueError(
-        f"--draft-vocab-text needs the target's tokenizer, and there is none in {where}; name "
-        "the target with --target"
-    )
-
-
-def count_tokens(text: str, folder: Path, config: Mapping[str, Any]) -> Counts:
-    """Count the tokens of the file ``text`` with the tokenizer in ``folder``."""
+def count_tokens(text: str, target: TargetFolder) -> tuple[Counter[int], set[int]]:
+    """The number of times that the file ``text`` has each token of a target, and its stops."""
+    if not any(any(target.folder.glob(pattern)) for pattern in VOCABULARY_FILES):
+        raise ValueError(
+            f"--draft-vocab-text needs the target's tokenizer, and there is none in {target.name}"
+        )
     try:
-        data = Path(text).expanduser().read_bytes()
-        lines = data.decode("utf-8").splitlines(keepends=True)
+        lines = Path(text).expanduser().read_text(encoding="utf-8").splitlines(keepends=True)
     except OSError as err:
         raise ValueError(f"--draft-vocab-text {text} cannot be read: {err.strerror}") from err
     except UnicodeDecodeError as err:
         raise ValueError(f"--draft-vocab-text {text} is no UTF-8 text ({err})") from err
     try:
-        tokenizer = tokenizer_utils.load(folder, eos_token_ids=config.get("eos_token_id"))
+        stops = target.config.get("eos_token_id")
+        tokenizer = tokenizer_utils.load(target.folder, eos_token_ids=stops)
     except (KeyError, OSError, ValueError) as err:
         reason = str(err).strip().splitlines()[0]
-        raise ValueError(f"the tokenizer in {folder} cannot be loaded: {reason}") from err
+        raise ValueError(f"the tokenizer in {target.folder} cannot be loaded: {reason}") from err
     tokens: Counter[int] = Counter()
     for line in lines:
         tokens.update(tokenizer.encode(line, add_special_tokens=False))
     if not tokens:
         raise ValueError(f"--draft-vocab-text {text} is empty; give a text like the target's own")
-    return Counts(tokens, frozenset(tokenizer.eos_token_ids), hashlib.sha256(data).hexdigest())
+    return tokens, set(tokenizer.eos_token_ids)
 
 
-def choose(ids: np.ndarray, size: int, counts: Counts | None) -> np.ndarray:
-    """The draft ids to keep, (size,) ascending; ``ids`` (Vd,) are their target ids."""
-    if counts is None:
-        return np.arange(size)
-    tokens = ids.tolist()
-
-    def place(i: int) -> tuple[bool, int, int]:
-        return tokens[i] not in counts.stops, -counts.tokens.get(tokens[i], 0), i
-
-    return np.array(sorted(sorted(range(len(ids)), key=place)[:size]))
+def choose(ids: np.ndarray, wanted: Trim, counts: Counter[int], stops: set[int]) -> np.ndarray:
+    """The draft ids to keep, (n,) ascending; ``ids`` (Vd,) are their target ids."""
+    if wanted.ids is not None:
+        return np.flatnonzero(np.isin(ids, wanted.ids))
+    if wanted.text is None:
+        return np.arange(wanted.size)
+    frequent = sorted(range(len(ids)), key=lambda i: (ids[i] not in stops, -counts[ids[i]], i))
+    return np.array(sorted(frequent[: wanted.size]))
 
 
-def trim(
-    head: Resolved, wanted: Trim, checkpoint: DraftCheckpoint, target: TargetFolder | None
-) -> Resolved:
+def trim(head: Resolved, wanted: Trim, target: TargetFolder | None) -> Resolved:
     """The head with a smaller draft vocabulary, described in its ``trimmed``.
 
-    Raises ValueError for a size out of range, a text that cannot be read, and a text without a
-    tokenizer to read it with.
+    Raises ValueError for a size out of range, and for a text that cannot be read, or not without
+    a ``target``.
     """
     config = head.config
     num = config.draft_vocab_size
@@ -129,14 +100,17 @@ def trim(
             f"{num}"
         )
     ids = np.arange(num) if head.target_ids is None else head.target_ids
-    counts = None
+    counts: Counter[int] = Counter()
+    stops: set[int] = set()
     if wanted.text is not None:
-        counts = count_tokens(wanted.text, *_tokenizer_place(checkpoint, target))
-    kept = choose(ids, wanted.size, counts)
-    if wanted.ids is not None:
-        kept = np.flatnonzero(np.isin(ids, wanted.ids))
-        if not len(kept):
-            raise ValueError("--draft-vocab names no token that the head drafts; give others")
+        if target is None:
+            raise ValueError(
+                "--draft-vocab-text needs the target's tokenizer; name the target with --target"
+            )
+        counts, stops = count_tokens(wanted.text, target)
+    kept = choose(ids, wanted, counts, stops)
+    if not len(kept):
+        raise ValueError("--draft-vocab names no token that the head drafts; give others")
     tensors = dict(head.tensors)
     rows = mx.array(kept)
     for name in filter(is_output, head.tensors):
@@ -146,14 +120,16 @@ def trim(
         config = replace(config, lm_head_source="target_rows")
     config = replace(config, draft_vocab_size=len(kept), has_d2t=True)
     entry = {"from": len(ids), "by": "d2t order" if wanted.ids is None else "a list of ids"}
-    if counts is not None:
+    if wanted.text is not None:
+        text = Path(wanted.text).expanduser()
+        total = sum(counts.values())
         entry |= {
             "by": "frequency",
-            "text": Path(wanted.text).name,
-            "sha256": counts.sha256,
-            "tokens": sum(counts.tokens.values()),
-            "covered": round(counts.share(ids[kept].tolist()), 4),
-            "covered_before": round(counts.share(ids.tolist()), 4),
+            "text": text.name,
+            "sha256": hashlib.sha256(text.read_bytes()).hexdigest(),
+            "tokens": total,
+            "covered": round(sum(counts[i] for i in ids[kept]) / total, 4),
+            "covered_before": round(sum(counts[i] for i in ids) / total, 4),
         }
     return replace(head, config=config, tensors=tensors, target_ids=ids[kept], trimmed=entry)
 
