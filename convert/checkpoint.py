@@ -153,20 +153,18 @@ def find_shards(folder: Path, form: Format) -> list[Path]:
 
     Raises ValueError if the index names a shard that is missing.
     """
-    index = folder / form.index
-    if index.exists():
-        names = sorted(set(read_weight_map(index).values()))
-        for name in names:
-            if not (folder / name).is_file():
-                raise ValueError(
-                    f"{folder} lacks {name}, which {form.index} names; download it again"
-                )
-        return [folder / name for name in names]
-    for pattern in form.patterns:
-        shards = sorted(path for path in folder.glob(pattern) if path.is_file())
-        if shards:
-            return shards
-    return []
+    if (folder / form.index).exists():
+        shards = [
+            folder / name for name in sorted({*read_weight_map(folder / form.index).values()})
+        ]
+        lost = [shard.name for shard in shards if not shard.is_file()]
+        if lost:
+            raise ValueError(
+                f"{folder} lacks {lost[0]}, which {form.index} names; download it again"
+            )
+        return shards
+    found = ([p for p in folder.glob(pattern) if p.is_file()] for pattern in form.patterns)
+    return sorted(next(filter(None, found), []))
 
 
 def read_parts(
@@ -180,11 +178,6 @@ def read_parts(
     files = target_parts.fetch_files(source, names, is_part, revision) if names else []
     stored = {n: t for file in files for n, t in read_safetensors(file).items() if is_part(n)}
     return stored, files
-
-
-def _open_gguf(source: str, path: Path) -> DraftCheckpoint:
-    config, tensors = read_gguf(path)
-    return _checked(DraftCheckpoint(source, config, tensors, (path,)), path)
 
 
 def _checked(checkpoint: DraftCheckpoint, where: Path) -> DraftCheckpoint:
@@ -210,11 +203,9 @@ def open_checkpoint(source: str, revision: str | None = None) -> DraftCheckpoint
     path = folder / "config.json"
     for name in names_in(read_published(path) if path.is_file() else {}):
         refuse_eagle_4(name, source)
-    if folder.is_file():
-        if folder.suffix != ".gguf":
-            raise ValueError(f"{source} is a file; give the folder it is in, or a .gguf file")
-        return _open_gguf(source, folder)
-    for form in FORMATS:
+    if folder.is_file() and folder.suffix != ".gguf":
+        raise ValueError(f"{source} is a file; give the folder it is in, or a .gguf file")
+    for form in () if folder.is_file() else FORMATS:
         # From the hub this downloads the weights, or nothing if they have another format.
         locate(source, (*CONFIG_FILES, *form.patterns), revision)
         shards = find_shards(folder, form)
@@ -222,14 +213,14 @@ def open_checkpoint(source: str, revision: str | None = None) -> DraftCheckpoint
             tensors: dict[str, Stored] = {}
             for shard in shards:
                 tensors |= form.read(shard)
-            config = read_config(folder)
-            checkpoint = DraftCheckpoint(source, config, tensors, tuple(shards))
-            return _checked(checkpoint, folder / "config.json")
+            return _checked(
+                DraftCheckpoint(source, read_config(folder), tensors, tuple(shards)), path
+            )
     # The local cache may hold one of a repository's GGUF files, so that one must be named.
     is_local = folder == Path(source).expanduser()
-    ggufs = sorted(folder.glob("*.gguf")) if is_local else []
+    ggufs = [folder] if folder.is_file() else sorted(folder.glob("*.gguf")) if is_local else []
     if len(ggufs) == 1:
-        return _open_gguf(source, ggufs[0])
+        return _checked(DraftCheckpoint(source, *read_gguf(ggufs[0]), (ggufs[0],)), ggufs[0])
     if ggufs:
         raise ValueError(
             f"{source} has {len(ggufs)} GGUF files ({', '.join(p.name for p in ggufs)}): "

@@ -20,6 +20,7 @@ from mlx_eagle.system.atomic_folder import new_folder
 from mlx_eagle.system.hub import INSIDE, REPO_ID, locate
 from mlx_eagle.system.safetensors import save_arrays
 
+from .published_config import TAPS
 from .vocabulary import vocabulary_maps
 
 CARD = "README.md"
@@ -161,12 +162,17 @@ def make_card(
     )
 
 
+SAME = (
+    "hidden_size", "target_hidden_size", "intermediate_size", "head_dim", "hidden_act",
+    "rms_norm_eps", "max_position_embeddings", "vocab_size", "draft_vocab_size",
+    "norm_before_residual",
+)  # fmt: skip
+"""Fields of ``Eagle3Config`` that the flat layout has under the same names."""
 SAID = {
-    "rms_norm_eps", "hidden_act", "max_position_embeddings", "aux_boundary_ids", "aux_ids_source",
-    "aux_nested_ids", "pre_fc_norm", "norm_before_residual", "rope", "embed_source",
-    "lm_head_source", "has_d2t", "model_type", "family", "speculative_tokens_hint",
+    *SAME, "aux_boundary_ids", "aux_ids_source", "aux_nested_ids", "pre_fc_norm", "rope",
+    "embed_source", "lm_head_source", "has_d2t", "model_type", "family", "speculative_tokens_hint",
 }  # fmt: skip
-"""The optional fields of ``Eagle3Config`` that the flat layout has a key or a name for."""
+"""Fields that it has a key or a name for, if they need one."""
 
 
 def to_pytorch(head: str, folder: str) -> dict[str, Any]:
@@ -228,42 +234,27 @@ def _tensors(config: Eagle3Config, weights: dict[str, mx.array], head: str) -> d
     return named | vocabulary_maps(ids, config.vocab_size)
 
 
-def _config(config: Eagle3Config, dtype: str) -> dict[str, Any]:
-    c = config
-    flat: dict[str, Any] = {
+def _config(c: Eagle3Config, dtype: str) -> dict[str, Any]:
+    flat: dict[str, Any] = {name: getattr(c, name) for name in SAME}
+    flat |= {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
-        "hidden_size": c.hidden_size,
-        "intermediate_size": c.intermediate_size,
         "num_hidden_layers": 1,
         "num_attention_heads": c.num_heads,
         "num_key_value_heads": c.num_kv_heads,
-        "head_dim": c.head_dim,
-        "hidden_act": c.hidden_act,
-        "rms_norm_eps": c.rms_norm_eps,
-        "max_position_embeddings": c.max_position_embeddings,
-        "vocab_size": c.vocab_size,
-        "draft_vocab_size": c.draft_vocab_size,
         "rope_theta": c.rope["theta"],
+        "fc_norm": c.pre_fc_norm == "per_feature",
         "tie_word_embeddings": False,
         "torch_dtype": dtype,
     }
-    if c.target_hidden_size != c.hidden_size:
-        flat["target_hidden_size"] = c.target_hidden_size
     scaling = c.rope.get("scaling")
     if scaling:
         flat["rope_scaling"] = {"rope_type": scaling["type"], **scaling}
     dims = c.rope.get("dims")
     if dims and dims != c.head_dim:
         flat["partial_rotary_factor"] = dims / c.head_dim
-    if c.pre_fc_norm == "per_feature":
-        flat["fc_norm"] = True
-    if c.norm_before_residual:
-        flat["norm_before_residual"] = True
-    key = "eagle_aux_hidden_state_layer_ids"
     if c.aux_nested_ids is not None:
-        flat["eagle_config"] = {key: list(c.aux_nested_ids)}  # as they were found
+        flat["eagle_config"] = {TAPS: list(c.aux_nested_ids)}  # as they were found
     elif c.aux_boundary_ids is not None:
-        # As vLLM numbers them: what enters these layers.
-        flat[key] = list(c.aux_boundary_ids)
+        flat[TAPS] = list(c.aux_boundary_ids)  # as vLLM numbers them: what enters these layers
     return flat
