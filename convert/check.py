@@ -31,7 +31,6 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_eagle.decoding.generate_step import speculative_generate_step
 from mlx_eagle.decoding.stats import Stats
-from mlx_eagle.drafters.base import Drafter
 from mlx_eagle.drafters.config import Eagle3Config
 from mlx_eagle.drafters.head_weights import AttachedHead, attach_head
 from mlx_eagle.drafters.kind import Kind, LoadOptions
@@ -494,9 +493,15 @@ def measure_acceptance(
         changed = {**config, **reading.change}
         drafter = kind.load(folder, changed, model, LoadOptions())
         drafter = with_draft_vocab(drafter, changed.get("draft_vocab"), model, tokenizer)
+        sizes = {"num_draft_tokens": min(drafter.longest_draft or MOST_DRAFTED, MOST_DRAFTED)}
+        sizes |= {"max_tokens": num_tokens}
         stats = Stats()
         for prompt in prompts:
-            stats += _answer(model, drafter, prompt, num_tokens, stops)
+            tokens = mx.array(list(prompt))
+            steps = speculative_generate_step(tokens, model, drafter, **sizes, stats=stats)
+            for token, _, _ in steps:
+                if token in stops:
+                    break
         return Row(reading, tuple(stats.acceptance_by_position), stats.mean_acceptance_length)
 
     readings = kind.readings(config)
@@ -509,25 +514,6 @@ def measure_acceptance(
             with suppress(ValueError):  # a tap that this target lacks
                 others.append(measured(Reading(name, change), folder))
     return Report(resolved, tuple(others), len(prompts))
-
-
-def _answer(
-    model: nn.Module, drafter: Drafter, prompt: Sequence[int], num_tokens: int, stops: set[int]
-) -> Stats:
-    stats = Stats()
-    size = min(drafter.longest_draft or MOST_DRAFTED, MOST_DRAFTED)
-    steps = speculative_generate_step(
-        mx.array(list(prompt)),
-        model,
-        drafter,
-        num_draft_tokens=size,
-        max_tokens=num_tokens,
-        stats=stats,
-    )
-    for token, _, _ in steps:
-        if token in stops:
-            break
-    return stats
 
 
 def load_model(name: str, dtype: str | None = None) -> tuple[nn.Module, TokenizerWrapper]:

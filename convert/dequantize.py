@@ -378,31 +378,18 @@ class MLXPacked(Tensor):
         return found
 
 
-def _unpacked_by_mlx(
-    tensors: Mapping[str, Stored], config: Mapping[str, Any]
-) -> dict[str, Stored | MLXPacked]:
-    """The tensors with every matrix that mlx.nn packed in one piece."""
+def _packed_by_mlx(name: str, parts: Mapping[str, Stored], config: Mapping[str, Any]) -> MLXPacked:
+    """A matrix that mlx.nn packed, as the config says; ValueError if it does not."""
+    path = name.removesuffix(".weight")
     entry = config.get("quantization") or config.get("quantization_config") or {}
-    found: dict[str, Stored | MLXPacked] = dict(tensors)
-    for name in tensors:
-        path, _, part = name.rpartition(".")
-        weight = tensors.get(f"{path}.weight")
-        if part != "scales" or weight is None or weight.format != "U32":
-            continue
-        own = entry.get(path, entry.get(f"mtp.{path}"))
-        own = own if isinstance(own, Mapping) else entry
-        check(own, PACKING, "config.json", "quantization.")
-        if own.get("bits") is None or own.get("group_size") is None:
-            raise ValueError(
-                f"{path}.weight is packed by MLX, and config.json says not how: download the "
-                "folder again"
-            )
-        names = {part: f"{path}.{part}" for part in ("weight", "scales", "biases")}
-        parts = {part: found.pop(n) for part, n in names.items() if n in tensors}
-        found[names["weight"]] = MLXPacked(
-            names["weight"], parts, own["bits"], own["group_size"], own.get("mode", "affine")
+    own = entry.get(path, entry.get(f"mtp.{path}"))
+    own = own if isinstance(own, Mapping) else entry
+    check(own, PACKING, "config.json", "quantization.")
+    if own.get("bits") is None or own.get("group_size") is None:
+        raise ValueError(
+            f"{name} is packed by MLX, and config.json says not how: download the folder again"
         )
-    return found
+    return MLXPacked(name, parts, own["bits"], own["group_size"], own.get("mode", "affine"))
 
 
 def unpacked(tensors: Mapping[str, Stored], config: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -410,23 +397,25 @@ def unpacked(tensors: Mapping[str, Stored], config: Mapping[str, Any]) -> dict[s
 
     Raises ValueError for a matrix that is quantized in an unknown way.
     """
-    whole = _unpacked_by_mlx(tensors, config)
     groups: dict[str, dict[str, Stored]] = {}
     for name in tensors:
         module, _, part = name.rpartition(".")
-        if part in PARTS:
+        weight = tensors.get(f"{module}.weight")
+        if part in PARTS or (part == "scales" and weight is not None and weight.format == "U32"):
             groups[module] = {}
     found: dict[str, Tensor] = {}
-    for name, tensor in whole.items():
+    for name, tensor in tensors.items():
         module, _, part = name.rpartition(".")
-        is_part = part in PARTS or (part == "weight" and module in groups)
-        if is_part and isinstance(tensor, Stored):
+        if module in groups and part in (*PARTS, "weight", "scales", "biases"):
             groups[module][part] = tensor
         elif not UNUSED.search(name):
             found[name] = tensor
     hints = _read_hints(config)
     for module, parts in groups.items():
         name = f"{module}.weight"
+        if "scales" in parts:
+            found[name] = _packed_by_mlx(name, parts, config)
+            continue
         scale = next((parts[part] for part in SCALES if part in parts), None)
         form = scale.format if scale is not None and scale.format in FLOATS else "BF16"
         form = "F32" if "weight_scale_2" in parts else form

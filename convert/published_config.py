@@ -14,6 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlx_lm.models.rope_utils import apply_yarn_mscale
 
 from mlx_eagle.drafters.config import LATENT, default_ids, is_default, read_nested
 from mlx_eagle.drafters.folder import SIZE
@@ -309,13 +310,11 @@ def softmax_scale(settings: Mapping[str, Any], latent: Mapping[str, Any] | None)
     Mistral's heads do without (apply_scale).
     """
     name, entry = _scaling(settings)
-    weight = entry.get("mscale_all_dim") or 0
-    factor = entry.get("factor") or 1
-    is_left_out = entry.get("apply_yarn_scaling") is False
-    if latent is None or name != "yarn" or not weight or factor <= 1 or is_left_out:
+    if latent is None or name != "yarn" or entry.get("apply_yarn_scaling") is False:
         return None
-    width = latent["qk_nope_head_dim"] + latent["qk_rope_head_dim"]
-    return float((0.1 * weight * math.log(factor) + 1) ** 2 / math.sqrt(width))
+    usual = (latent["qk_nope_head_dim"] + latent["qk_rope_head_dim"]) ** -0.5
+    scale: float = apply_yarn_mscale(usual, _known(name, entry))
+    return None if scale == usual else scale
 
 
 def position_scale(settings: Mapping[str, Any]) -> dict[str, Any] | None:

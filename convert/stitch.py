@@ -8,8 +8,8 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from mlx_eagle.drafters.kinds import KINDS, is_converted
 from mlx_eagle.drafters.target_parts import INDEX, find_shards, read_target_config, read_tensors
@@ -46,7 +46,8 @@ def stitch(layers: str, target: str, folder: str) -> Path:
             f"{layers} was trained for"
         )
     new = _layers_in(layers, is_part)
-    sizes = [_hidden_size(each) for each in (read_target_config(locate(layers, FILES)), config)]
+    own = read_target_config(locate(layers, FILES))
+    sizes = [(each.get("text_config") or each).get("hidden_size") for each in (own, config)]
     if None not in sizes and sizes[0] != sizes[1]:
         raise ValueError(
             f"{layers} is for a model of hidden size {sizes[0]}, and that of {target} is "
@@ -57,16 +58,12 @@ def stitch(layers: str, target: str, folder: str) -> Path:
     _check(new, old, layers, target)
     if not old and (source / ADDED).exists():
         raise ValueError(f"{target} has {ADDED}, which {INDEX} does not name; remove one of them")
-    files = [
-        path
-        for path in sorted(source.rglob("*"))
-        if path.is_file() and not any(x.startswith(".") for x in path.relative_to(source).parts)
-    ]
     with new_folder(destination) as draft:
-        for path in files:
+        for path in sorted(source.rglob("*")):
             to = draft / path.relative_to(source)
-            to.parent.mkdir(parents=True, exist_ok=True)
-            _copy(path, to, is_changed=path in holders or path.name == INDEX)
+            if path.is_file() and not any(x.startswith(".") for x in to.relative_to(draft).parts):
+                to.parent.mkdir(parents=True, exist_ok=True)
+                _copy(path, to, is_changed=path in holders or path.name == INDEX)
         if old:
             for name, (path, entry) in new.items():
                 shard, place = old[name]
@@ -92,11 +89,6 @@ def _layers_in(layers: str, is_part: Callable[[str], bool]) -> Places:
     return named
 
 
-def _hidden_size(config: dict[str, Any]) -> int | None:
-    size: int | None = (config.get("text_config") or config).get("hidden_size")
-    return size
-
-
 def _places(files: list[Path], is_wanted: Callable[[str], bool]) -> Places:
     return {
         name: (file, entry)
@@ -120,12 +112,10 @@ def _check(new: Places, old: Places, layers: str, target: str) -> None:
 
 def _copy(path: Path, to: Path, is_changed: bool) -> None:
     """Link a file, or copy it where it is changed afterwards or there are no links."""
-    if not is_changed:
-        try:
+    with suppress(OSError):  # another disk, or one without links
+        if not is_changed:
             os.link(path.resolve(), to)
             return
-        except OSError:  # another disk, or one without links
-            pass
     shutil.copyfile(path, to)
 
 
