@@ -2,7 +2,7 @@
 
 The parts of a matrix P.weight have names of their own, P.weight_scale and so on; each format is
 a row of ``PACKED_FORMATS``. The tensors decide. The config only settles what they leave open: the
-number of bits, the sizes of blocks, and further parts that must be there.
+sizes of blocks, and further parts that must be there.
 
 Formats: compressed-tensors' compressors, Model-Optimizer's qtensor, and the OCP specification
 of microscaling formats 1.0 (E2M1 and E8M0).
@@ -87,9 +87,8 @@ NIBBLES = np.concatenate([E2M1, -E2M1])
 
 @dataclass(frozen=True)
 class Hints:
-    """Details that only the config tells: bits of integers, a block's sizes, parts it asks for."""
+    """Details that only the config tells: a block's sizes, and parts it asks for."""
 
-    num_bits: tuple[int, ...]
     block: tuple[int, int] | None
     asked: tuple[str, ...]
 
@@ -131,13 +130,12 @@ class Unpacked(Tensor):
 
     def _integers(self, words: np.ndarray, count: int) -> np.ndarray:
         """Rows of int32 words as ``count`` signed integers each, bit after bit, float32."""
-        fitting = _bits_in(words.shape[1], count, self.hints.num_bits)
-        if len(fitting) != 1:
+        bits = _bits_of(words.shape[1], count)
+        if bits is None:
             raise ValueError(
-                f"{self.name} is packed as {words.shape[1]} words of {count} integers, and the "
-                "config does not say of how many bits; the checkpoint is damaged"
+                f"{self.name} is packed as {words.shape[1]} words of {count} integers, expected 1 "
+                "to 8 bits for each; the checkpoint is damaged"
             )
-        bits = fitting[0]
         stream = np.unpackbits(
             np.ascontiguousarray(words).view(np.uint8), axis=1, bitorder="little"
         )
@@ -217,9 +215,10 @@ def _floats(stored: Stored) -> np.ndarray:
     return np.array(stored.read().astype(mx.float32))
 
 
-def _bits_in(words: int, count: int, num_bits: tuple[int, ...]) -> list[int]:
-    """The bits that ``count`` integers in so many words may have, of those that are stated."""
-    return [bits for bits in num_bits or range(1, 9) if -(-count * bits // 32) == words]
+def _bits_of(words: int, count: int) -> int | None:
+    """The bits of each of ``count`` integers in so many words; None if they do not fill them."""
+    bits = words * 32 // count
+    return bits if 1 <= bits <= 8 and -(-count * bits // 32) == words else None
 
 
 def _read_hints(config: Mapping[str, Any]) -> Hints:
@@ -228,7 +227,6 @@ def _read_hints(config: Mapping[str, Any]) -> Hints:
     groups = groups.values() if isinstance(groups, Mapping) else ()
     weights = [group.get("weights") for group in groups if isinstance(group, Mapping)]
     weights = [own for own in weights if isinstance(own, Mapping)]
-    stated = [own.get("num_bits") for own in weights]
     block = None
     for sizes in (
         *(own.get("block_structure") for own in weights),
@@ -238,15 +236,12 @@ def _read_hints(config: Mapping[str, Any]) -> Hints:
         if is_pair and all(isinstance(size, int) and size > 0 for size in sizes):
             block = (sizes[0], sizes[1])
     integers = [own for own in weights if own.get("type", "int") == "int" and len(own) > 1]
-    return Hints(
-        tuple(sorted({n for n in stated if isinstance(n, int) and 1 <= n <= 8})),
-        block,
-        tuple(
-            part
-            for part, (key, values) in ASKED.items()
-            if integers and all(own.get(key) in values for own in integers)
-        ),
+    asked = (
+        part
+        for part, (key, values) in ASKED.items()
+        if integers and all(own.get(key) in values for own in integers)
     )
+    return Hints(block, tuple(asked))
 
 
 def _shape(name: str, parts: Mapping[str, Stored], hints: Hints) -> tuple[int, ...]:
@@ -269,7 +264,7 @@ def _shape(name: str, parts: Mapping[str, Stored], hints: Hints) -> tuple[int, .
             _check_parts(name, parts, form, hints.asked if is_integer else ())
             if form.columns is not None:
                 return packed.rows, form.columns * packed.shape[1]
-            return _integer_shape(name, packed, parts["weight_shape"], hints.num_bits)
+            return _integer_shape(name, packed, parts["weight_shape"])
     raise ValueError(
         f"{name} is quantized in a way that is not read ({found}); compressed-tensors (integers, "
         "FP8, NVFP4, MXFP4), ModelOpt's FP8 and NVFP4 and GGUF are, so take such a head, or the "
@@ -301,21 +296,17 @@ def _check_parts(
             )
 
 
-def _integer_shape(
-    name: str, packed: Stored, stated: Stored, num_bits: tuple[int, ...]
-) -> tuple[int, ...]:
+def _integer_shape(name: str, packed: Stored, stated: Stored) -> tuple[int, ...]:
     """The shape in weight_shape; ValueError if its integers do not fill the words."""
     is_whole = stated.format in ("I64", "I32")
     shape = tuple(map(int, stated.numpy().reshape(-1)[:3])) if is_whole else ()
     words = packed.shape[1]
-    fits = len(shape) == 2 and shape[0] == packed.rows and 0 < shape[1] <= words * 32
-    if fits and _bits_in(words, shape[1], num_bits):
+    fits = len(shape) == 2 and shape[0] == packed.rows and shape[1] > 0
+    if fits and _bits_of(words, shape[1]) is not None:
         return shape
-    bits = f" of {' or '.join(map(str, num_bits))} bits" if num_bits else ""
     raise ValueError(
         f"{name} is said to be {' x '.join(map(str, shape))} (weight_shape), and is packed in "
-        f"{packed.rows} rows of {words} words{bits}, which do not go together; the checkpoint is "
-        "damaged"
+        f"{packed.rows} rows of {words} words, which do not go together; the checkpoint is damaged"
     )
 
 
