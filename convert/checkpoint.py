@@ -81,13 +81,14 @@ class DraftCheckpoint:
     def num_bytes(self) -> int:
         return sum(file.stat().st_size for file in self.files)
 
-    def sha256(self) -> dict[str, str]:
-        """The sha256 of each weight file, by its name."""
+    def provenance(self) -> dict[str, Any]:
+        """Its origin, for a config: the sha256 of each file; a folder here by its name only."""
         sums = {}
         for path in self.files:
             with path.open("rb") as file:
                 sums[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
-        return sums
+        place = Path(self.source)
+        return {"path": place.name if place.exists() else self.source, "files": sums}
 
 
 def mistral_config(params: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from mlx_eagle.system.hub import locate, upload
 from mlx_eagle.system.progress import Progress, silent
 from mlx_eagle.system.safetensors import save_arrays
 
-from .check import check_head, load_model, measure_acceptance, rope_bases
+from .check import Report, check_head, load_model, measure_acceptance, rope_bases
 from .checkpoint import (
     CONFIG_FILES,
     DraftCheckpoint,
@@ -39,6 +38,7 @@ from .dequantize import MLXPacked, Unpacked, unpacked
 from .head_config import Resolved, resolve
 from .publish import CARD, make_card, source_license
 from .published_config import NO_OVERRIDES, Overrides
+from .stored import Stored
 from .trim import Trim, describe, trim
 
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
@@ -62,21 +62,29 @@ class SaveOptions:
 
 
 @dataclass(frozen=True)
-class Head:
-    """A head ready to be saved: its ``config.json``, its arrays, and doubts for the user.
+class UnreadHead:
+    """A drafter as it will be saved, its tensors unread, and doubts for the user.
 
-    ``title`` says what it is: a family of EAGLE heads, or another kind of drafter.
+    ``title`` says what it is: a family of EAGLE heads, or another kind of drafter. Most of what
+    was published is of the type ``dtype``; ``is_packed`` says whether MLX has packed matrices.
     """
 
     title: str
     config: dict[str, Any]
-    weights: dict[str, mx.array]
-    num_parameters: int
-    notes: tuple[str, ...]
+    tensors: Tensors
+    dtype: str
+    is_packed: bool = False
+    notes: tuple[str, ...] = ()
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(array.nbytes for array in self.weights.values())
+
+@dataclass(frozen=True)
+class Head:
+    """A drafter ready to be saved: its ``config.json``, its arrays, and doubts for the user."""
+
+    title: str
+    config: dict[str, Any]
+    weights: dict[str, mx.array]
+    notes: tuple[str, ...]
 
 
 def drop_shared(head: Resolved, target: TargetFolder) -> Resolved:
@@ -102,17 +110,49 @@ def drop_shared(head: Resolved, target: TargetFolder) -> Resolved:
 
 
 def prepare(
+    kind: str,
+    checkpoint: DraftCheckpoint,
+    target: TargetSizes | None,
+    overrides: Overrides = NO_OVERRIDES,
+    draft_vocab: Trim | None = None,
+) -> UnreadHead:
+    """The drafter in a checkpoint of that kind, with a part of its vocabulary if one is given."""
+    make = KINDS[kind].convert
+    if make is None:
+        return _prepare_eagle(checkpoint, target, overrides, draft_vocab)
+    whole = unpacked(checkpoint.tensors, checkpoint.config)
+    config, tensors = make(whole, checkpoint.config)
+    config = config | {"kind": kind}
+    _refuse(config, draft_vocab, overrides)
+    if draft_vocab is not None:
+        config["draft_vocab"] = draft_vocab.stored
+    KINDS[kind].made_for(config, Path("config.json"), target)
+    is_packed = any(isinstance(tensor, MLXPacked) for tensor in whole.values())
+    return UnreadHead(KINDS[kind].title, config, tensors, own_dtype(whole), is_packed)
+
+
+def _prepare_eagle(
     checkpoint: DraftCheckpoint,
     target: TargetSizes | None,
     overrides: Overrides,
     draft_vocab: Trim | None,
-) -> Resolved:
-    """The head as it will be saved, its tensors unread: resolved, trimmed, shared tables out."""
+) -> UnreadHead:
+    """The same for an EAGLE head: resolved, trimmed, without tables that equal the target's."""
     head = resolve(checkpoint, target, overrides)
     folder = target if isinstance(target, TargetFolder) else None
     if draft_vocab is not None:
         head = trim(head, draft_vocab, folder)
-    return head if folder is None else drop_shared(head, folder)
+    if folder is not None:
+        head = drop_shared(head, folder)
+    config = Eagle3Config.from_dict(head.config.to_dict()).to_dict() | {"kind": "eagle3"}
+    if head.trimmed is not None:
+        config["draft_vocab_trim"] = dict(head.trimmed)
+    tensors = dict(head.tensors)
+    if head.target_ids is not None:
+        offsets = (head.target_ids - np.arange(len(head.target_ids))).astype(np.int32)
+        tensors["d2t"] = Stored("I32", offsets.shape, offsets.view(np.uint8))
+    title = head.family.title
+    return UnreadHead(title, config, tensors, own_dtype(head.tensors), notes=head.notes)
 
 
 def own_dtype(tensors: Tensors) -> str:
@@ -124,44 +164,21 @@ def own_dtype(tensors: Tensors) -> str:
     return DTYPE_OF_FORMAT.get(max(plain, key=lambda tensor: tensor.size).format, "float16")
 
 
-def build(resolved: Resolved, options: SaveOptions) -> Head:
-    """Read, cast and quantize the tensors of an EAGLE head."""
-    config = Eagle3Config.from_dict(resolved.config.to_dict()).to_dict() | {"kind": "eagle3"}
-    if resolved.trimmed is not None:
-        config["draft_vocab_trim"] = dict(resolved.trimmed)
-    tensors = resolved.tensors
-    head = _read(resolved.family.title, config, tensors, own_dtype(tensors), options)
-    ids = resolved.target_ids
-    if ids is not None:
-        head.weights["d2t"] = mx.array((ids - np.arange(len(ids))).astype(np.int32))
-    return replace(head, notes=(*resolved.notes, *head.notes))
-
-
-def build_kind(name: str, checkpoint: DraftCheckpoint, options: SaveOptions) -> Head:
-    """The same for a kind whose row in ``KINDS`` converts its checkpoints."""
-    make = KINDS[name].convert
-    assert make is not None
-    whole = unpacked(checkpoint.tensors, checkpoint.config)
-    config, tensors = make(whole, checkpoint.config)
-    is_packed = any(isinstance(tensor, MLXPacked) for tensor in whole.values())
-    if is_packed and options.quantization and not _kept_packings(tensors, Quantization()):
-        raise ValueError(
-            f"this is {KINDS[name].title} that is packed already, and packed anew it would lose "
-            "twice: name it as it is with --draft-model, or convert with --no-quantize"
-        )
-    return _read(KINDS[name].title, config | {"kind": name}, tensors, own_dtype(whole), options)
-
-
-def _read(
-    title: str, config: dict[str, Any], tensors: Tensors, own_dtype: str, options: SaveOptions
-) -> Head:
+def build(unread: UnreadHead, options: SaveOptions) -> Head:
     """Read the tensors as arrays, quantized as the config then says.
 
-    Matrices are of ``own_dtype`` unless another is asked for. Norms and biases are not quantized,
-    and keep their precision unless a dtype is asked for: in GGUF files they are float32, and
-    matrices blocks of 8 bits and fewer.
+    Matrices are of the published dtype unless another is asked for. Norms and biases are not
+    quantized, and keep their precision unless a dtype is asked for: in GGUF files they are
+    float32, and matrices blocks of 8 bits and fewer.
     """
-    dtype = DTYPES[options.dtype or own_dtype]
+    tensors = unread.tensors
+    config = dict(unread.config)
+    if unread.is_packed and options.quantization and not _kept_packings(tensors, Quantization()):
+        raise ValueError(
+            f"this is {unread.title} that is packed already, and packed anew it would lose twice: "
+            "name it as it is with --draft-model, or convert with --no-quantize"
+        )
+    dtype = DTYPES[options.dtype or unread.dtype]
     never = KINDS[config["kind"]].never_quantized
     shapes = {
         name.removesuffix(".weight"): tensor.shape
@@ -197,8 +214,7 @@ def _read(
     if quantization is not None:
         notes = quantization.notes(shapes, {p: c for p, c in chosen.items() if p not in kept})
         config["quantization"] = quantization.entry(chosen)
-    num_parameters = sum(tensor.size for tensor in tensors.values())
-    return Head(title, config, weights, num_parameters, tuple(notes))
+    return Head(unread.title, config, weights, (*unread.notes, *notes))
 
 
 def _kept_packings(tensors: Tensors, quantization: Quantization) -> dict[str, Packing]:
@@ -211,9 +227,29 @@ def _kept_packings(tensors: Tensors, quantization: Quantization) -> dict[str, Pa
     return found
 
 
-def summary(checkpoint: DraftCheckpoint, head: Head) -> list[str]:
-    """Lines for people: the head that was found, and how it is stored."""
+def summary(checkpoint: DraftCheckpoint, unread: UnreadHead, head: Head) -> list[str]:
+    """Lines for people: the drafter that was found, how it is stored, and doubts."""
     c = head.config
+    lines = [f"kind        {head.title}"]
+    if c["kind"] == "eagle3":
+        lines = _summary_of_eagle(head.title, c)
+    quantization = c.get("quantization")
+    if quantization:
+        stored = f"{bits_of(quantization)}, groups of {quantization['group_size']}"
+    else:
+        stored = str(max(head.weights.values(), key=lambda array: array.size).dtype).split(".")[-1]
+    num_parameters = sum(tensor.size for tensor in unread.tensors.values())
+    num_bytes = sum(array.nbytes for array in head.weights.values())
+    return [
+        *lines,
+        f"parameters  {num_parameters / 1e6:.2f} M",
+        f"stored as   {stored}",
+        f"size        {megabytes(checkpoint.num_bytes)} -> {megabytes(num_bytes)}",
+        *(f"warning: {note}" for note in head.notes),
+    ]
+
+
+def _summary_of_eagle(title: str, c: Mapping[str, Any]) -> list[str]:
     ids = c["aux_boundary_ids"]
     if not c["uses_aux"]:
         taps = "the target's final state, after its norm"
@@ -222,36 +258,19 @@ def summary(checkpoint: DraftCheckpoint, head: Head) -> list[str]:
     else:
         depth = ", to be settled by the target's depth" if c["aux_nested_ids"] else ""
         taps = f"{', '.join(map(str, ids))} ({c['aux_ids_source']}{depth})"
-    family = head.title
     if c["pre_fc_norm"] == "per_feature" and c["norm_output"]:
-        family += ", EAGLE-3.1"
+        title += ", EAGLE-3.1"
     if c["mask_token_id"] is not None:
-        family += ", P-EAGLE"
-    quantization = c.get("quantization")
-    if quantization:
-        stored = f"{bits_of(quantization)}, groups of {quantization['group_size']}"
-    else:
-        stored = str(head.weights["layers.0.self_attn.o_proj.weight"].dtype).split(".")[-1]
+        title += ", P-EAGLE"
     trimmed = f", {describe(c['draft_vocab_trim'])}" if "draft_vocab_trim" in c else ""
     return [
-        f"family      {family}",
+        f"family      {title}",
         f"layers      {c['num_layers']}",
         f"taps        {taps}",
         f"rope        {c['rope']['type']}, base {c['rope']['theta']:g}",
         f"vocabulary  {c['draft_vocab_size']} of {c['vocab_size']}{trimmed}",
         f"embedding   {TABLES[c['embed_source']]}",
         f"lm_head     {TABLES[c['lm_head_source']]}",
-        *size_lines(checkpoint, head, stored),
-    ]
-
-
-def size_lines(checkpoint: DraftCheckpoint, head: Head, stored: str = "") -> list[str]:
-    """Lines for people about the size of a head, then its doubts."""
-    return [
-        f"parameters  {head.num_parameters / 1e6:.2f} M",
-        *([f"stored as   {stored}"] if stored else []),
-        f"size        {megabytes(checkpoint.num_bytes)} -> {megabytes(head.num_bytes)}",
-        *(f"warning: {note}" for note in head.notes),
     ]
 
 
@@ -293,61 +312,33 @@ def _refuse(config: Mapping[str, Any], draft_vocab: Trim | None, overrides: Over
         )
 
 
-def _convert_kind(
-    kind: str,
+def measure(
+    head: Head,
+    unread: UnreadHead,
+    whole: UnreadHead | None,
     checkpoint: DraftCheckpoint,
-    target: TargetSizes | None,
-    options: SaveOptions,
-    overrides: Overrides,
-    check: bool,
-    draft_vocab: Trim | None,
-) -> tuple[Head, list[str]]:
-    """A drafter of another kind than EAGLE heads, and lines for people about it."""
-    head = build_kind(kind, checkpoint, options)
-    lines = [f"kind        {head.title}", *size_lines(checkpoint, head)]
-    _refuse(head.config, draft_vocab, overrides)
-    if draft_vocab is not None:
-        head.config["draft_vocab"] = draft_vocab.stored
-    KINDS[kind].made_for(head.config, Path("config.json"), target)
-    if check and target is not None:
-        loaded = load_model(target.name, options.dtype)
-        report = measure_acceptance(KINDS[kind], head.config, head.weights, *loaded)
-        head.config["check"] = report.entry()
-        lines.append(report.table())
-    return head, lines
+    target: TargetFolder,
+    dtype: str | None,
+) -> Report:
+    """Measure a drafter on its target, under every reading of it.
 
-
-def _convert_eagle(
-    checkpoint: DraftCheckpoint,
-    target: TargetSizes | None,
-    options: SaveOptions,
-    overrides: Overrides,
-    check: bool,
-    draft_vocab: Trim | None,
-) -> tuple[Head, list[str]]:
-    """An EAGLE head, and lines for people about it.
-
-    A check measures it quantized and not, and with its whole draft vocabulary if a part is kept.
+    An EAGLE head is measured quantized and not, and with its ``whole`` draft vocabulary if a part
+    is kept.
     """
-    resolved = prepare(checkpoint, target, overrides, draft_vocab)
-    head = build(resolved, options)
-    lines = summary(checkpoint, head)
-    if check and isinstance(target, TargetFolder):
-        unquantized = SaveOptions(options.dtype)
-        dense = head
-        variants = {}
-        if "quantization" in head.config:
-            dense = build(resolved, unquantized)
-            variants["quantized"] = head.config, head.weights
-        if draft_vocab is not None:
-            whole = build(prepare(checkpoint, target, overrides, None), unquantized)
-            variants["full"] = whole.config, whole.weights
-        bases = rope_bases(checkpoint.config) | rope_bases(target.config)
-        loaded = load_model(target.name, options.dtype)
-        report = check_head(dense.config, dense.weights, *loaded, variants=variants, bases=bases)
-        head.config["check"] = report.entry()
-        lines.append(report.table())
-    return head, lines
+    loaded = load_model(target.name, dtype)
+    if head.config["kind"] != "eagle3":
+        kind = KINDS[head.config["kind"]]
+        return measure_acceptance(kind, head.config, head.weights, *loaded)
+    dense = head
+    variants = {}
+    if "quantization" in head.config:
+        dense = build(unread, SaveOptions(dtype))
+        variants["quantized"] = head.config, head.weights
+    if whole is not None:
+        full = build(whole, SaveOptions(dtype))
+        variants["full"] = full.config, full.weights
+    bases = rope_bases(checkpoint.config) | rope_bases(target.config)
+    return check_head(dense.config, dense.weights, *loaded, variants=variants, bases=bases)
 
 
 def save(head: Head, folder: Path, target: TargetFolder | None = None) -> None:
@@ -432,21 +423,21 @@ def convert(
     model = target if name is None else open_target(str(name))
     if isinstance(draft_vocab, int):
         draft_vocab = Trim(draft_vocab)
-    is_eagle = KINDS[kind].convert is None
-    make = _convert_eagle if is_eagle else partial(_convert_kind, kind)
-    head, lines = make(checkpoint, model, options, overrides, check, draft_vocab)
-    path = Path(checkpoint.source)
-    head.config["source"] = {
-        "path": path.name if path.exists() else checkpoint.source,  # of a folder only its name
-        "files": checkpoint.sha256(),
-    }
+    unread = prepare(kind, checkpoint, model, overrides, draft_vocab)
+    head = build(unread, options)
+    lines = summary(checkpoint, unread, head)
+    if check and isinstance(model, TargetFolder):
+        whole = None if draft_vocab is None else prepare(kind, checkpoint, model, overrides)
+        report = measure(head, unread, whole, checkpoint, model, dtype)
+        head.config["check"] = report.entry()
+        lines.append(report.table())
+    head.config["source"] = checkpoint.provenance()
     with new_folder(destination) as folder:
-        save(head, folder, model if is_eagle and isinstance(model, TargetFolder) else None)
+        save(head, folder, model if isinstance(model, TargetFolder) else None)
         if upload_repo:
             license = source_license(checkpoint.source, checkpoint.config, revision)
-            card = make_card(
-                head.config, upload_repo, checkpoint.source, name, head.title, license
-            )
+            names = upload_repo, checkpoint.source, name, head.title
+            card = make_card(head.config, *names, license)
             (folder / CARD).write_text(card, encoding="utf-8")
     print("\n".join(lines))
     if upload_repo:
