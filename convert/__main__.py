@@ -29,7 +29,6 @@ RANGES = (
     Range("rope_theta", 1.0, 1e30, "a number from 1 to 1e30"),
     Range("num_layers", 1, LARGEST, "1 or more"),
     Range("mask_token_id", 0, LARGEST, "0 or more"),
-    Range("aux_offset", -LARGEST, LARGEST, f"a number from -{LARGEST} to {LARGEST}"),
 )
 
 
@@ -68,7 +67,6 @@ def make_parser() -> argparse.ArgumentParser:
     rules = parser.add_argument_group("overrides, where a checkpoint does not say it or is wrong")
     add = rules.add_argument
     add("--aux-layers", type=layer_numbers, help="taps, as layers whose input is taken: 2,16,29")
-    add("--aux-offset", type=int, help="add this to the taps that the config names")
     add("--rope-theta", type=float, help="base of the rotary embedding")
     add("--norm-before-residual", action=yes_no, help="the residual is the normed state")
     add("--norm-output", action=yes_no, help="the normed output is fed back (EAGLE-3.1)")

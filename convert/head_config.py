@@ -6,6 +6,7 @@ is often a copy of the target's. Nothing of the weights is read here but the voc
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -17,7 +18,6 @@ from mlx_eagle.drafters.config import (
     FusionFields,
     LayerFields,
     ParallelFields,
-    VocabularyFields,
 )
 from mlx_eagle.drafters.folder import check_tensors, rows_of
 from mlx_eagle.drafters.head import GATED
@@ -306,24 +306,6 @@ def _parallel(head: PublishedHead, vocab_size: int) -> ParallelFields:
     )
 
 
-def _build_config(head: PublishedHead, vocabulary: VocabularyFields) -> Eagle3Config:
-    """The config of a published head, every field resolved; doubts are added to its notes.
-
-    Raises ValueError, one sentence, for what is missing or contradicts something else.
-    """
-    groups = (
-        _layers(head),
-        _attention(head),
-        _fusion(head),
-        vocabulary,
-        _parallel(head, vocabulary.vocab_size),
-    )
-    values = {"family": head.family.name}
-    for group in groups:
-        values |= vars(group)
-    return Eagle3Config(**(values | head.family.fixed))
-
-
 def _check_tables(config: Eagle3Config, settings: Mapping[str, Any]) -> None:
     """Raise ValueError if a table is missing that the head cannot share with its target."""
     if settings.get("embed_requires_grad") and config.embed_source != "file":
@@ -428,8 +410,10 @@ def _reorder(head: PublishedHead, config: Eagle3Config, ids: np.ndarray | None) 
         for i in range(config.num_layers):
             for part, count in (("q", config.num_heads), ("k", config.num_kv_heads)):
                 name = f"layers.{i}.self_attn.{part}_proj.weight"
-                if name in tensors:
-                    tensors[name] = LazyTensor(tensors[name], lambda w, n=count: _unpermute(w, n))
+                matrix = tensors.get(name)
+                if matrix is not None:
+                    turn = partial(_unpermute, num_heads=count)
+                    tensors[name] = LazyTensor(matrix, turn, matrix.shape)
     if ids is not None:
         rows = mx.array(ids)
         for name in filter(is_output, tensors):
@@ -498,7 +482,11 @@ def resolve(
         vocabulary = replace(vocabulary, embed_source="target")
     for name in ("d2t", "t2d"):
         tensors.pop(name, None)
-    config = _build_config(head, vocabulary)
+    values: dict[str, Any] = {"family": family.name}
+    for group in (_layers(head), _attention(head), _fusion(head), vocabulary):
+        values |= vars(group)
+    values |= vars(_parallel(head, vocabulary.vocab_size)) | family.fixed
+    config = Eagle3Config(**values)
     _reorder(head, config, ids)
     check_tensors(stored_shapes(config), tensors)
     _check_tables(config, settings)

@@ -130,7 +130,6 @@ class Overrides:
     """Settings that the user knows better than the checkpoint; None leaves one to the rules."""
 
     aux_layers: tuple[int, ...] | None = None
-    aux_offset: int | None = None
     rope_theta: float | None = None
     norm_before_residual: bool | None = None
     norm_output: bool | None = None
@@ -181,23 +180,12 @@ def read_taps(
     ``depth`` is the target's number of layers, if known. An override wins over the config. Doubts
     are added to ``notes``. Raises ValueError for ids that cannot be.
     """
-    given = overrides.aux_layers
-    offset = overrides.aux_offset
-    if given is not None and offset is not None:
-        raise ValueError("give --aux-layers or --aux-offset, not both")
     written, source = written_taps(config)
     outputs = tuple(i + 1 for i in written)
     open_ids = None
     ids = written or (default_ids(depth) if depth else None)
-    if given is not None:
-        ids = tuple(given)
-        source = "override"
-    elif offset is not None:
-        if ids is None:
-            raise ValueError(
-                "--aux-offset needs ids to shift, and the config names none: give --target too"
-            )
-        ids = tuple(i + offset for i in ids)
+    if overrides.aux_layers is not None:
+        ids = tuple(overrides.aux_layers)
         source = "override"
     elif source == "target_layer_ids+1":
         ids = outputs
@@ -211,7 +199,8 @@ def read_taps(
     elif written and written[0] == 1 and is_default(outputs, depth):
         notes.append(
             f"the taps {shown(written)} look like numbers of layer outputs that a converter "
-            "copied; taken as written; if acceptance is low try --aux-offset 1"
+            "copied; taken as written; if acceptance is low try --aux-layers "
+            f"{','.join(map(str, outputs))}"
         )
     _check_taps(ids, source, num_aux)
     return {"aux_boundary_ids": ids, "aux_ids_source": source, "aux_nested_ids": open_ids}

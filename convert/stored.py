@@ -127,20 +127,17 @@ class Stored(Tensor):
         return array.view(mx.bfloat16) if self.format == "BF16" else array
 
 
+@dataclass(frozen=True)
 class LazyTensor(Tensor):
     """A tensor made from another one, by reordering or selecting its numbers, when it is read."""
 
-    def __init__(
-        self,
-        source: Tensor,
-        change: Callable[[mx.array], mx.array],
-        shape: tuple[int, ...] | None = None,
-    ):
-        """``shape`` None stands for the source's shape."""
-        self.source = source
-        self.change = change
-        self.format = source.format
-        self.shape = source.shape if shape is None else shape
+    source: Tensor
+    change: Callable[[mx.array], mx.array]
+    shape: tuple[int, ...]
+
+    @property
+    def format(self) -> str:
+        return self.source.format
 
     def read(self) -> mx.array:
         return self.change(self.source.read())

@@ -11,7 +11,7 @@ SENTENCES = {
     "no number": (("--rope-theta", "nan"), "--rope-theta is nan: give a number"),
     "no layers": (("--num-layers", "0"), "--num-layers is 0: give 1 or more"),
     "no vocabulary": (("--draft-vocab", "0"), "--draft-vocab is 0: give 1 or more"),
-    "huge offset": (("--aux-offset", str(2**70)), "--aux-offset is 1180591620717411303424: give"),
+    "many layers": (("--num-layers", str(2**70)), "--num-layers is 1180591620717411303424: give"),
     "text alone": (("--draft-vocab-text", "x"), "say how many with --draft-vocab"),
 }
 

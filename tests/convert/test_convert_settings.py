@@ -92,8 +92,6 @@ def overridden(tmp_path: Path, *args: str) -> dict:
     "args, fields",
     [
         (("--aux-layers", "3,5,7"), {"aux_boundary_ids": [3, 5, 7], "aux_ids_source": "override"}),
-        (("--aux-offset", "0"), {"aux_boundary_ids": [1, 15, 28], "aux_ids_source": "override"}),
-        (("--aux-offset", "2"), {"aux_boundary_ids": [3, 17, 30]}),
         (("--norm-output",), {"norm_output": True}),
         (("--no-norm-before-residual",), {"norm_before_residual": False}),
         (("--num-layers", "1"), {"num_layers": 1}),
@@ -113,9 +111,7 @@ def test_overrides(tmp_path, args, fields):
     "args",
     [
         ("--aux-layers", "3,5"),
-        ("--aux-layers", "3,5,7", "--aux-offset", "1"),
         ("--num-layers", "3"),
-        ("--aux-offset", "-5"),
     ],
 )
 def test_bad_overrides(tmp_path, capsys, args):

@@ -85,15 +85,15 @@ def test_a_kind_from_outside_drafts_in_a_batch(bigram, tmp_path):
     assert made.token_ids == texts
 
 
-@pytest.mark.parametrize("option", ["draft_vocab", "aux_offset"])
+@pytest.mark.parametrize("option", ["draft_vocab", "num_layers"])
 def test_options_of_eagle_heads_are_refused_for_other_kinds(bigram, tmp_path, option):
     source = published(tmp_path / "source", PROMPT)
     asked = {
         "draft_vocab": {"draft_vocab": 8},
-        "aux_offset": {"overrides": converter.Overrides(aux_offset=0)},
+        "num_layers": {"overrides": converter.Overrides(num_layers=1)},
     }
     flag = option.replace("_", "-")
-    who = "EAGLE heads" if option == "aux_offset" else "drafters that score a vocabulary"
+    who = "EAGLE heads" if option == "num_layers" else "drafters that score a vocabulary"
     with pytest.raises(ValueError, match=f"^--{flag} is for {who}, and this is a bigram"):
         converter.convert(str(source), str(tmp_path / "head"), **asked[option])
     assert not (tmp_path / "head").exists()
