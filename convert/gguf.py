@@ -8,7 +8,6 @@ for it trusts them, and MLX's fails on the 64-bit integers of ``d2t``.
 import math
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +42,6 @@ MAX_LISTED = 1024
 MAX_ALIGNMENT = 1 << 16
 MAX_STRING = 1 << 10  # bytes of a string that are read; as text they may take four times that
 WIDTHS = {name: np.dtype(kind).itemsize for name, kind in FORMATS.items()}
-
-
-@dataclass(frozen=True)
-class Long:
-    """An array that is not read, only its length."""
-
-    count: int
 
 
 Block = tuple[str, int, int, Callable[[np.ndarray], np.ndarray] | None]
@@ -87,25 +79,20 @@ class _Reader:
             return self.array()
         return self.scalar(_code(kind))
 
-    def array(self) -> list[Any] | Long:
-        """A short array of numbers; only the length of a longer one, or of an array of strings."""
+    def array(self) -> list[Any] | range:
+        """A short array of numbers; of a longer one, or of strings, only a range as long."""
         kind = self.scalar("I")
         count = self.scalar("Q")
         if kind == STRING:
             for _ in range(count):
                 self.take(self.scalar("Q"), "a string")
-            return Long(count)
+            return range(count)
         code = _code(kind)
         numbers = self.take(count * struct.calcsize(code), "an array")
         if count > MAX_LISTED:
-            return Long(count)
+            return range(count)
         values = np.frombuffer(numbers, np.dtype(code).newbyteorder("<")).tolist()
         return [float(str(np.float32(v))) for v in values] if code == "f" else values
-
-
-def _shown(value: Any) -> str:
-    """A value for a message."""
-    return f"a list of {value.count} values" if isinstance(value, Long) else shown(value)
 
 
 def _code(kind: int) -> str:
@@ -188,7 +175,7 @@ def _read(reader: _Reader) -> tuple[dict[str, Any], dict[str, Stored]]:
     alignment = metadata.get("general.alignment", 32)
     if not is_whole(alignment) or not 0 < alignment <= MAX_ALIGNMENT:
         raise Damaged(
-            f"its general.alignment is {_shown(alignment)}, expected 1 to {MAX_ALIGNMENT}"
+            f"its general.alignment is {shown(alignment)}, expected 1 to {MAX_ALIGNMENT}"
         )
     start = -(-reader.at // alignment) * alignment
     tensors = {}
@@ -217,14 +204,14 @@ def _config(metadata: dict[str, Any], architecture: str, layout: Layout) -> dict
             for old, new in keys.items()
         }
         for name, value in found.items():
-            if isinstance(value, Long):
-                raise Damaged(f"its {name} is {_shown(value)}, which no head has")
+            if isinstance(value, range):
+                raise Damaged(f"its {name} is a list of {len(value)} values, which no head has")
         return {name: value for name, value in found.items() if value is not None}
 
     config = {"general.architecture": architecture, **section(layout.keys)}
     tokens = metadata.get(TOKENS)
-    if "vocab_size" not in config and isinstance(tokens, Long):
-        config["vocab_size"] = tokens.count
+    if "vocab_size" not in config and isinstance(tokens, range):
+        config["vocab_size"] = len(tokens)
     scaling = section(SCALING_KEYS)
     if scaling.get("rope_type", "none") != "none":
         config["rope_scaling"] = scaling

@@ -29,11 +29,11 @@ from mlx_eagle.system.fields import shown
 from .checkpoint import DraftCheckpoint
 from .families import Family, count_layers, find_family, hidden_size
 from .published_config import (
+    CLASS_DEFAULTS,
     DEFAULT_THETA,
     NO_OVERRIDES,
     Overrides,
     mask_token,
-    merge_settings,
     position_scale,
     read_rope,
     read_taps,
@@ -48,8 +48,6 @@ from .vocabulary import read_vocabulary
 DEFAULT_HEADS = 32
 COPIED = ("qk_norm", "attention_bias", "mlp_bias")
 """Keys about layers that most trainers copy from the target's config."""
-SETTINGS = ("norm_before_residual", "norm_output", "mask_token_id")
-"""Overrides that are named as the key of the config that they replace."""
 ATTENTION = "layers.0.self_attn."
 ENTRANCES = ("k_proj", "kv_a_proj_with_mqa", "q_proj", "q_a_proj")
 """Matrices that take what a layer attends from."""
@@ -76,7 +74,7 @@ class Resolved:
 class PublishedHead:
     """A head as published: tensors by canonical names, unread, and the keys of its config.
 
-    ``settings`` are these keys in one dictionary (see ``merge_settings``). ``target`` is the
+    ``settings`` are these keys in one dictionary (see ``read_settings``). ``target`` is the
     model it was trained for, if known. Doubts are added to ``notes``, each a sentence for the
     user.
     """
@@ -325,30 +323,34 @@ def _check_tables(config: Eagle3Config, settings: Mapping[str, Any]) -> None:
             )
 
 
-def _read_settings(
+def read_settings(
     config: Mapping[str, Any], family: Family, num_layers: int, overrides: Overrides
 ) -> dict[str, Any]:
-    """The keys of a config that a head of that family means, overrides in their place.
+    """All keys of a config in one dictionary, as a head of that family means them, no nulls.
 
-    A list of layer types of another length than ``num_layers``, the checkpoint's, was copied from
-    the target's config, and is dropped.
+    EAGLE's own keys win over general ones, and overrides over all. A list of layer types of
+    another length than ``num_layers``, the checkpoint's, was copied from the target's config, and
+    is dropped.
     """
-    settings = merge_settings(config, family.defaults)
-    given = {key: getattr(overrides, key) for key in SETTINGS}
+    nested = config.get("transformer_layer_config") or {}
+    # speculators builds a Qwen3Config where no model_type is written.
+    model_type = nested.get("model_type", "qwen3") if nested else "llama"
+    defaults = CLASS_DEFAULTS.get(model_type, CLASS_DEFAULTS["llama"])
+    settings: dict[str, Any] = {}
+    for section in (defaults, family.defaults, nested, config, config.get("eagle_config") or {}):
+        settings |= {key: value for key, value in section.items() if value is not None}
     if family.is_gemma:
         rope = settings.get("rope_parameters") or {}
         settings["rope_parameters"] = rope.get("full_attention", rope)
         if settings.get("attention_k_eq_v") and "num_global_key_value_heads" in settings:
             settings["num_key_value_heads"] = settings["num_global_key_value_heads"]
     if family.describes_layers:
-        nested = config.get("transformer_layer_config") or {}
         settings["qk_norm"] = nested.get("model_type") == "qwen3"
     else:
-        dropped = {*COPIED}
-        if len(settings.get("layer_types", ())) != num_layers:
-            dropped.add("layer_types")
-        settings = {key: value for key, value in settings.items() if key not in dropped}
-    return settings | {key: value for key, value in given.items() if value is not None}
+        copied = len(settings.get("layer_types", ())) != num_layers
+        for key in (*COPIED, *(("layer_types",) if copied else ())):
+            settings.pop(key, None)
+    return settings | {key: value for key, value in vars(overrides).items() if value is not None}
 
 
 def _drop_layers(tensors: dict[str, Tensor], num_layers: int, wanted: int | None) -> None:
@@ -471,7 +473,7 @@ def resolve(
     """
     family, tensors = find_family(checkpoint)
     num_layers = count_layers(tensors)
-    settings = _read_settings(checkpoint.config, family, num_layers, overrides)
+    settings = read_settings(checkpoint.config, family, num_layers, overrides)
     _drop_layers(tensors, num_layers, overrides.num_layers)
     head = PublishedHead(family, checkpoint.config, settings, tensors, target, overrides)
     _name_norms(head)

@@ -140,21 +140,6 @@ class Overrides:
 NO_OVERRIDES = Overrides()
 
 
-def merge_settings(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """All keys of a config in one dictionary, nulls dropped; EAGLE's own keys win."""
-    nested = config.get("transformer_layer_config") or {}
-    # speculators builds a Qwen3Config where no model_type is written.
-    model_type = nested.get("model_type", "qwen3") if nested else "llama"
-    sections = (
-        CLASS_DEFAULTS.get(model_type, CLASS_DEFAULTS["llama"]),
-        defaults,
-        nested,
-        config,
-        config.get("eagle_config") or {},
-    )
-    return {k: v for section in sections for k, v in section.items() if v is not None}
-
-
 def written_taps(config: Mapping[str, Any]) -> tuple[tuple[int, ...], str]:
     """The ids of taps in a config, and their place there; () if it names none."""
     nested = config.get("eagle_config") or {}
