@@ -74,7 +74,7 @@ class DraftCheckpoint:
 
     source: str
     config: dict[str, Any]
-    tensors: dict[str, Stored]
+    tensors: dict[str, Tensor]
     files: tuple[Path, ...]
 
     @property
@@ -186,7 +186,8 @@ def _checked(checkpoint: DraftCheckpoint, where: Path) -> DraftCheckpoint:
     check(checkpoint.config, CONFIG, where)
     for name in checkpoint.tensors:
         check_name(name, checkpoint.source)
-    stored = sum(tensor.num_bytes for tensor in checkpoint.tensors.values())
+    tensors = checkpoint.tensors.values()
+    stored = sum(tensor.num_bytes for tensor in tensors if isinstance(tensor, Stored))
     if stored > MOST_SHARED * checkpoint.num_bytes:
         raise ValueError(
             f"{checkpoint.source} has tensors of {stored} bytes in files of "
@@ -211,7 +212,7 @@ def open_checkpoint(source: str, revision: str | None = None) -> DraftCheckpoint
         locate(source, (*CONFIG_FILES, *form.patterns), revision)
         shards = find_shards(folder, form)
         if shards:
-            tensors: dict[str, Stored] = {}
+            tensors: dict[str, Tensor] = {}
             for shard in shards:
                 tensors |= form.read(shard)
             return _checked(

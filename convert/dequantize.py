@@ -383,7 +383,7 @@ def _packed_by_mlx(name: str, parts: Mapping[str, Stored], config: Mapping[str, 
     return MLXPacked(name, parts, own["bits"], own["group_size"], own.get("mode", "affine"))
 
 
-def unpacked(tensors: Mapping[str, Stored], config: Mapping[str, Any]) -> dict[str, Tensor]:
+def unpacked(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
     """The tensors with every quantized matrix in one piece, unread; others as they are.
 
     Raises ValueError for a matrix that is quantized in an unknown way.
@@ -397,7 +397,8 @@ def unpacked(tensors: Mapping[str, Stored], config: Mapping[str, Any]) -> dict[s
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         module, _, part = name.rpartition(".")
-        if module in groups and part in (*PARTS, "weight", "scales", "biases"):
+        is_part = module in groups and part in (*PARTS, "weight", "scales", "biases")
+        if is_part and isinstance(tensor, Stored):
             groups[module][part] = tensor
         elif not UNUSED.search(name):
             found[name] = tensor

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from mlx_eagle.drafters.kind import Tensor
 from mlx_eagle.system.fields import LARGEST, is_whole, shown
 from mlx_eagle.system.safetensors import check_name, is_shape
 
@@ -141,7 +142,7 @@ def _block_format(name: str, kind: int) -> Block:
     return form.name, width, num_bytes, lambda data: decode(data.reshape(-1, num_bytes), form)
 
 
-def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, Stored]]:
+def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Config and tensors of the file; ValueError if it is cut off or holds no drafter."""
     try:
         return _read(_Reader(map_file(path)))
@@ -151,7 +152,7 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, Stored]]:
         raise ValueError(f"{path.name} was not read: {err}") from err
 
 
-def _read(reader: _Reader) -> tuple[dict[str, Any], dict[str, Stored]]:
+def _read(reader: _Reader) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if reader.take(4).tobytes() != b"GGUF":
         raise Damaged("it is no GGUF file")
     version = reader.scalar("I")

@@ -18,7 +18,7 @@ from mlx_eagle.drafters.block_config import MUSE, MUSE_TYPE
 from mlx_eagle.drafters.kind import Tensor
 from mlx_eagle.system.fields import INT_LIST, LIST, is_whole, shown
 
-from .stored import Stored
+from .stored import LazyTensor, Stored
 
 Names = Mapping[str, str]
 
@@ -193,16 +193,16 @@ class Layout:
             return names[stem].format(number) + part[len(stem) :]
         return None if self.is_model else name
 
-    def undone(self, tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+    def undone(self, tensors: Mapping[str, Stored]) -> dict[str, Tensor]:
         """The tensors, by published names, as they were before llama.cpp's converter."""
-        found = dict(tensors)
+        found: dict[str, Tensor] = dict(tensors)
         for name, tensor in tensors.items():
             if name.endswith(ONE_ROW) and len(tensor.shape) == 1:
                 found[name] = replace(tensor, shape=(1, *tensor.shape))
             elif self.plus_one and "norm" in name:
-                found[name] = _computed(tensor, tensor.shape, lambda t=tensor: _floats(t, less=1))
-            elif name == "d2t":
-                found[name] = replace(tensor, decode=lambda _, t=tensor: _offsets(t))
+                found[name] = LazyTensor(tensor, lambda t: t.astype(mx.float32) - 1, tensor.shape)
+            elif name == "d2t":  # absolute ids -> what each differs by from its own number
+                found[name] = LazyTensor(tensor, lambda t: t - mx.arange(len(t)), tensor.shape)
             elif name.endswith("self_attn.k_b_proj.weight"):
                 values = name.replace("k_b_proj", "v_b_proj")
                 if values in tensors:
@@ -211,31 +211,16 @@ class Layout:
         return found
 
 
-def _floats(tensor: Tensor, less: int = 0) -> np.ndarray:
-    return np.array(tensor.read().astype(mx.float32) - less)
-
-
-def _offsets(ids: Stored) -> np.ndarray:
-    """Absolute token ids (Vd,) -> what each differs by from its own number."""
-    values = replace(ids, decode=None).numpy()
-    return values - np.arange(len(values))
-
-
-def _computed(source: Stored, shape: tuple[int, ...], values: Callable[[], np.ndarray]) -> Stored:
-    """A tensor of float32 that is computed when it is read; ``source`` gives the bytes."""
-    return Stored("F32", shape, source.data, decode=lambda _: values())
-
-
-def _joined(keys: Stored, values: Stored) -> Stored:
+def _joined(keys: Tensor, values: Tensor) -> LazyTensor:
     """kv_b_proj of latent attention, (H (d + e), r), from its halves (H, r, d) and (H, e, r)."""
     if len(keys.shape) != 3 or len(values.shape) != 3 or keys.shape[:2] != values.shape[::2]:
         raise Damaged(f"attn_k_b is {shown(keys.shape)} and attn_v_b {shown(values.shape)}")
     heads, rank, width = keys.shape
 
-    def both() -> np.ndarray:
-        return np.concatenate([_floats(keys).swapaxes(1, 2), _floats(values)], axis=1)
+    def both(own: mx.array) -> mx.array:
+        return mx.concatenate([own.swapaxes(1, 2), values.read()], axis=1).reshape(-1, rank)
 
-    return _computed(keys, (heads * (width + values.shape[1]), rank), both)
+    return LazyTensor(keys, both, (heads * (width + values.shape[1]), rank))
 
 
 QWEN = Layout(

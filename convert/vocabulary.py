@@ -35,7 +35,7 @@ def _read_vector(
             f"{name} is stored as {tensors[name].format}, expected {', '.join(formats)}; the "
             "checkpoint is damaged"
         )
-    return tensors[name].numpy()
+    return np.array(tensors[name].read())
 
 
 def _target_ids(tensors: Mapping[str, Tensor]) -> np.ndarray | None:
