@@ -12,7 +12,7 @@ import numpy as np
 from mlx_eagle.drafters.config import Eagle3Config
 from mlx_eagle.drafters.kind import Tensors
 from mlx_eagle.drafters.kinds import KINDS, OTHERWISE, is_converted, recognise
-from mlx_eagle.drafters.quantize import Packing, Quantization, bits_of, pack
+from mlx_eagle.drafters.quantize import Packing, Quantization, pack
 from mlx_eagle.drafters.target_parts import (
     TargetSizes,
     made_from,
@@ -36,7 +36,7 @@ from .checkpoint import (
 )
 from .dequantize import MLXPacked, Unpacked, unpacked
 from .head_config import Resolved, resolve
-from .publish import CARD, make_card, source_license
+from .publish import CARD, make_card, source_license, stored_as
 from .published_config import NO_OVERRIDES, Overrides
 from .stored import Stored
 from .trim import Trim, describe, trim
@@ -233,17 +233,13 @@ def summary(checkpoint: DraftCheckpoint, unread: UnreadHead, head: Head) -> list
     lines = [f"kind        {head.title}"]
     if c["kind"] == "eagle3":
         lines = _summary_of_eagle(head.title, c)
-    quantization = c.get("quantization")
-    if quantization:
-        stored = f"{bits_of(quantization)}, groups of {quantization['group_size']}"
-    else:
-        stored = str(max(head.weights.values(), key=lambda array: array.size).dtype).split(".")[-1]
+    dtype = str(max(head.weights.values(), key=lambda array: array.size).dtype).split(".")[-1]
     num_parameters = sum(tensor.size for tensor in unread.tensors.values())
     num_bytes = sum(array.nbytes for array in head.weights.values())
     return [
         *lines,
         f"parameters  {num_parameters / 1e6:.2f} M",
-        f"stored as   {stored}",
+        f"stored as   {stored_as(c, dtype)}",
         f"size        {megabytes(checkpoint.num_bytes)} -> {megabytes(num_bytes)}",
         *(f"warning: {note}" for note in head.notes),
     ]
@@ -437,7 +433,7 @@ def convert(
         if upload_repo:
             license = source_license(checkpoint.source, checkpoint.config, revision)
             names = upload_repo, checkpoint.source, name, head.title
-            card = make_card(head.config, *names, license)
+            card = make_card(head.config, *names, license, lines[-1] if check else None)
             (folder / CARD).write_text(card, encoding="utf-8")
     print("\n".join(lines))
     if upload_repo:

@@ -93,28 +93,10 @@ def by_depth(first: str, heads: Sequence[str], rows: Mapping[str, Sequence[str]]
     return "\n".join([shown[0], "|---" * len(lines[0]) + "|", *shown[1:]])
 
 
-def _agreement(check: Mapping[str, Any] | None) -> list[str]:
-    """The section about the results of ``--check``; [] if it did not run."""
-    if check is None:
-        return []
-    if "num_positions" not in check:
-        said = (
-            f"{check['tau']} tokens per pass of the target, in "
-            f"{check['num_prompts']} answers of its own."
-        )
-        return ["## Measured acceptance", said]
-    rows = {"as converted, not quantized": check}
-    if "quantized" in check:
-        rows["as stored here, quantized"] = check["quantized"]
-    if "full" in check:
-        rows["with the full draft vocabulary"] = check["full"]
-    said = (
-        f"Share of drafted tokens that equal the target's own greedy text, at "
-        f"{check['num_positions']} positions of {check['num_prompts']} short answers:"
-    )
-    heads = [f"depth {depth}" for depth in range(1, len(check["agreement"]) + 1)]
-    shares = {name: [f"{x:.1%}" for x in row["agreement"]] for name, row in rows.items()}
-    return ["## Measured agreement", said, by_depth("", heads, shares)]
+def stored_as(config: Mapping[str, Any], otherwise: str = "not quantized") -> str:
+    """The packing of a converted folder for people: "4 to 6 bits, groups of 64"."""
+    packing = config.get("quantization")
+    return f"{bits_of(packing)}, groups of {packing['group_size']}" if packing else otherwise
 
 
 def make_card(
@@ -124,25 +106,24 @@ def make_card(
     target: str | None,
     family: str,
     license: Mapping[str, str],
+    measured: str | None = None,
 ) -> str:
-    """The card of a converted head: front matter, provenance, agreement, usage.
+    """The card of a converted head: front matter, provenance, what was measured, usage.
 
     ``config`` is the converted head's, ``repo`` the id of the upload, ``license`` the result of
-    ``source_license``. Names of folders on this machine are cut to their last part.
+    ``source_license``, ``measured`` the table of ``--check``. Names of folders on this machine
+    are cut to their last part.
     """
-    stored = "not quantized"
-    quantization = config.get("quantization")
-    if quantization:
-        stored = f"{bits_of(quantization)}, groups of {quantization['group_size']}"
     front = {"license": "unknown", **license}
     licence = front.get("license_name", front["license"])
     facts = {
         "Target": _shown(target),
         "Source": _shown(source),
         "Family": family,
-        "Stored as": stored,
+        "Stored as": stored_as(config),
         "Licence of the source": licence if license else "unknown: see the source",
     }
+    figures = [] if measured is None else ["## Measured with its target", f"```\n{measured}\n```"]
     model = target if _repository(target) else "TARGET"
     use = (
         "```python\nimport mlx_lm, mlx_eagle\n\n"
@@ -155,7 +136,7 @@ def make_card(
         repo.split("/")[-1],
         f"A drafter {WHAT_IT_IS.format(made='converted to MLX')}",
         facts,
-        [*_agreement(config.get("check")), "## Use", use, f"```\n{command}\n```"],
+        [*figures, "## Use", use, f"```\n{command}\n```"],
         base_model=_repository(target) or _repository(source),
         tags=[*TAGS, config["kind"]],
         **front,
