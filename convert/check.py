@@ -85,9 +85,10 @@ class TargetText:
     probs: mx.array
     ids: np.ndarray
 
-    def num_slots(self, num_depths: int) -> int:
-        """The positions whose next ``num_depths`` tokens are all known: 2 of 5 answered, for 3."""
-        return max(len(self.tokens) - self.num_prompt - num_depths, 0)
+    @property
+    def num_slots(self) -> int:
+        """The positions whose next DEPTHS tokens are all known: 2 of 5 answered, for 3."""
+        return max(len(self.tokens) - self.num_prompt - DEPTHS, 0)
 
     def fused(self, taps: Sequence[int], lag: int = 0) -> mx.array:
         """The features of each position's ``lag``-th predecessor, side by side, (n, F)."""
@@ -395,7 +396,7 @@ def compare(part: AttachedHead, text: TargetText, lag: int = 0) -> tuple[mx.arra
     The first slot drafts the answer's second token, for the first one follows from the prompt.
     """
     first = text.num_prompt - 1
-    num = text.num_slots(DEPTHS)
+    num = text.num_slots
     probs = text.probs_of(part.ids)
     hits = []
     overlaps = []
@@ -460,7 +461,7 @@ def check_head(
         }
         ids = attached["full"][1].ids if "full" in attached else part.ids
         texts = read_conversation(model, tokenizer, questions, num_tokens, taps, ids)
-        texts = [text for text in texts if text.num_slots(DEPTHS) > 0]
+        texts = [text for text in texts if text.num_slots > 0]
         if not texts:
             raise ValueError(
                 f"the target answers no prompt of --check with more than {DEPTHS} tokens, so "
@@ -469,7 +470,7 @@ def check_head(
         readings = [RESOLVED, Reading("pairing shifted", lag=1), *others]
         rows = [measure(attach(x.change, folder, config), x, texts) for x in readings]
     measured = {name: measure(part, x, texts) for name, (x, part) in attached.items()}
-    num_positions = sum(text.num_slots(DEPTHS) for text in texts)
+    num_positions = sum(text.num_slots for text in texts)
     return Report(rows[0], tuple(rows[2:]), len(texts), num_positions, rows[1], measured)
 
 

@@ -480,9 +480,8 @@ def resolve(
     _drop_early_stop(head)
     vocabulary, ids = read_vocabulary(tensors, settings)
     if not family.owns_embedding:
-        tensors.pop("embed_tokens.weight", None)
         vocabulary = replace(vocabulary, embed_source="target")
-    for name in ("d2t", "t2d"):
+    for name in ("d2t", "t2d", *(() if family.owns_embedding else ("embed_tokens.weight",))):
         tensors.pop(name, None)
     values: dict[str, Any] = {"family": family.name}
     for group in (_layers(head), _attention(head), _fusion(head), vocabulary):

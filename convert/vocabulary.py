@@ -12,8 +12,7 @@ import numpy as np
 from mlx_eagle.drafters.config import VocabularyFields
 from mlx_eagle.drafters.kind import Tensor
 
-FLAGS = ("BOOL", "U8", "I8", "I32", "I64")
-NUMBERS = ("I64", "I32", "I16", "I8", "U8")
+INTEGERS = ("BOOL", "U8", "I8", "I16", "I32", "I64")
 
 
 def vocabulary_maps(ids: mx.array, size: int) -> dict[str, mx.array]:
@@ -24,28 +23,20 @@ def vocabulary_maps(ids: mx.array, size: int) -> dict[str, mx.array]:
     return {"d2t": ids - mx.arange(len(ids), dtype=mx.int64), "t2d": drafted}
 
 
-def _read_vector(
-    tensors: Mapping[str, Any], name: str, formats: tuple[str, ...]
-) -> np.ndarray | None:
-    """The vector of that name, None if it is missing; ValueError for a wrong format."""
-    if name not in tensors:
-        return None
-    if tensors[name].format not in formats:
-        raise ValueError(
-            f"{name} is stored as {tensors[name].format}, expected {', '.join(formats)}; the "
-            "checkpoint is damaged"
-        )
-    return np.array(tensors[name].read())
-
-
 def _target_ids(tensors: Mapping[str, Tensor]) -> np.ndarray | None:
-    """The target id of each draft id, by d2t or t2d."""
-    marked = _read_vector(tensors, "t2d", FLAGS)
-    stored = _read_vector(tensors, "d2t", NUMBERS)
-    kept = None if marked is None else np.flatnonzero(marked)
-    if stored is None:
+    """The target id of each draft id, by d2t or t2d; ValueError if these are no whole numbers."""
+    stored: dict[str, np.ndarray] = {}
+    for name in tensors.keys() & {"d2t", "t2d"}:
+        if tensors[name].format not in INTEGERS:
+            raise ValueError(
+                f"{name} is stored as {tensors[name].format}, expected {', '.join(INTEGERS)}; "
+                "the checkpoint is damaged"
+            )
+        stored[name] = np.array(tensors[name].read())
+    kept = np.flatnonzero(stored["t2d"]) if "t2d" in stored else None
+    if "d2t" not in stored:
         return kept
-    ids = stored.astype(np.int64) + np.arange(len(stored))
+    ids = stored["d2t"].astype(np.int64) + np.arange(len(stored["d2t"]))
     if kept is not None and not np.array_equal(kept, ids):
         raise ValueError(
             f"d2t and t2d disagree: {len(ids)} draft ids, {len(kept)} marked in t2d; "

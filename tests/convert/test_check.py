@@ -54,14 +54,14 @@ def test_all_slots_at_once_draft_what_decoding_drafts(changes):
     text = check.read_text(model, PROMPT, 12, set(), set(drafter.taps), part.ids)
     assert text.tokens.tolist() == PROMPT + plain(model, PROMPT, 12)
     features, first = text.fused(drafter.taps), len(PROMPT) - 1
-    steps = check.unroll(part, text.tokens, features, first, text.num_slots(DEPTHS))
+    steps = check.unroll(part, text.tokens, features, first, text.num_slots)
     drafted = np.array([np.array(tokens) for _, tokens in steps])
     assert drafted.shape == (DEPTHS, 12 - DEPTHS)
 
     def pick(logits, to_target):
         return mx.argmax(logits, axis=-1)
 
-    for slot in range(text.num_slots(DEPTHS)):
+    for slot in range(text.num_slots):
         end = first + slot + 1
         one = drafter.begin()
         one.extend(text.tokens[1 : end + 1], features[:end])
@@ -75,9 +75,7 @@ def test_hits_and_overlaps_are_counted_against_the_right_tokens():
     text = check.read_text(model, PROMPT, 10, set(), set(drafter.taps), part.ids)
     hits, overlaps = check.compare(part, text)
     first = len(PROMPT) - 1
-    steps = check.unroll(
-        part, text.tokens, text.fused(drafter.taps), first, text.num_slots(DEPTHS)
-    )
+    steps = check.unroll(part, text.tokens, text.fused(drafter.taps), first, text.num_slots)
     p = np.array(mx.softmax(model(text.tokens[None])[0], axis=-1))
     tokens = text.tokens.tolist()
     for depth, (logits, drafted) in enumerate(steps, 1):
@@ -94,7 +92,7 @@ def test_an_answer_ends_with_its_stop_token():
     answer = plain(model, PROMPT, 12)
     text = check.read_text(model, PROMPT, 12, {answer[1]}, {0}, mx.arange(4))
     assert text.tokens.tolist() == PROMPT + answer[: answer.index(answer[1]) + 1]
-    assert text.num_slots(DEPTHS) == 0
+    assert text.num_slots == 0
 
 
 def config(**changes) -> Eagle3Config:
