@@ -322,10 +322,9 @@ def _explicit(factors: Sequence[float], max_positions: int, scale: float = 1.0) 
 
     It is written as mlx-lm's longrope, whose scale is sqrt(ln max_positions / ln original).
     """
-    original = max_positions if scale == 1 else max_positions ** (1 / scale**2)
     return {
         "type": "longrope",
-        "original_max_position_embeddings": original,
+        "original_max_position_embeddings": max_positions ** (1 / scale**2),
         "short_factor": list(factors),
         "long_factor": list(factors),
     }
@@ -383,12 +382,11 @@ def _longrope(entry: Mapping[str, Any], dims: int, max_positions: int) -> dict[s
             f"the head's rope is longrope with {len(factors or ())} numbers in short_factor, "
             f"expected {dims // 2}"
         )
-    original = entry.get("original_max_position_embeddings") or max_positions
-    ratio = max_positions / original
-    scale = entry.get("attention_factor")
-    if scale is None:
-        scale = math.sqrt(1 + math.log(ratio) / math.log(original)) if ratio > 1 else 1.0
-    return _explicit([float(factor) for factor in factors], max_positions, float(scale))
+    scaling = _explicit(factors, max_positions, entry.get("attention_factor") or 1.0)
+    original = entry.get("original_max_position_embeddings")
+    if original is not None and entry.get("attention_factor") is None:
+        scaling["original_max_position_embeddings"] = original
+    return scaling
 
 
 def _stored_factors(factors: Tensor, dims: int, max_positions: int) -> dict[str, Any]:
