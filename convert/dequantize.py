@@ -41,7 +41,8 @@ class PackedFormat:
     columns: int | None = 1
 
 
-FLOATS = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
+FLOATS = {"F64": mx.float32, "F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
+"""The dtypes of stored floats."""
 POWERS = ("U8", "F8_E8M0")
 PACKED_FORMATS = (
     PackedFormat("integers", "weight_packed", ("I32",), tuple(FLOATS), ("weight_shape",), None),

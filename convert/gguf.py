@@ -42,7 +42,6 @@ MAX_ENTRIES = 1 << 16
 MAX_LISTED = 1024
 MAX_ALIGNMENT = 1 << 16
 MAX_STRING = 1 << 10  # bytes of a string that are read; as text they may take four times that
-WIDTHS = {name: np.dtype(kind).itemsize for name, kind in FORMATS.items()}
 
 
 Block = tuple[str, int, int, Callable[[np.ndarray], np.ndarray] | None]
@@ -108,7 +107,7 @@ def _code(kind: int) -> str:
 def _tensor(name: str, shape: tuple[int, ...], kind: int, data: np.ndarray) -> Stored:
     """A tensor whose bytes begin at ``data[0]``."""
     if kind in PLAIN:
-        block: Block = (PLAIN[kind], 1, WIDTHS[PLAIN[kind]], None)
+        block: Block = (PLAIN[kind], 1, np.dtype(FORMATS[PLAIN[kind]]).itemsize, None)
     else:
         block = _block_format(name, kind)
     form, width, num_bytes, decode = block

@@ -34,7 +34,7 @@ from .checkpoint import (
     read_parts,
     same_values,
 )
-from .dequantize import MLXPacked, Unpacked, unpacked
+from .dequantize import FLOATS, MLXPacked, Unpacked, unpacked
 from .head_config import Resolved, resolve
 from .publish import CARD, make_card, source_license, stored_as
 from .published_config import NO_OVERRIDES, Overrides
@@ -42,8 +42,6 @@ from .stored import Stored
 from .trim import Trim, describe, trim
 
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
-# The dtype of a head by the stored format of its weights; float16 for all others.
-DTYPE_OF_FORMAT = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float32"}
 TABLES_OF_IDS = ("d2t", "token_ordering")
 TABLES = {"file": "kept", "target": "the target's", "target_rows": "rows of the target's"}
 """Origins of the embedding and the lm_head, for people."""
@@ -72,7 +70,7 @@ class UnreadHead:
     title: str
     config: dict[str, Any]
     tensors: Tensors
-    dtype: str
+    dtype: mx.Dtype
     is_packed: bool = False
     notes: tuple[str, ...] = ()
 
@@ -155,13 +153,14 @@ def _prepare_eagle(
     return UnreadHead(title, config, tensors, own_dtype(head.tensors), notes=head.notes)
 
 
-def own_dtype(tensors: Tensors) -> str:
+def own_dtype(tensors: Tensors) -> mx.Dtype:
     """The dtype that most of a drafter is stored in, judged by its largest tensor.
 
-    Tensors that are made of several do not count: their scales are often more precise.
+    Tensors that are made of several do not count: their scales are often more precise. It is
+    float16 for what is not stored as floats.
     """
     plain = (tensor for tensor in tensors.values() if not isinstance(tensor, Unpacked))
-    return DTYPE_OF_FORMAT.get(max(plain, key=lambda tensor: tensor.size).format, "float16")
+    return FLOATS.get(max(plain, key=lambda tensor: tensor.size).format, mx.float16)
 
 
 def build(unread: UnreadHead, options: SaveOptions) -> Head:
@@ -178,7 +177,7 @@ def build(unread: UnreadHead, options: SaveOptions) -> Head:
             f"this is {unread.title} that is packed already, and packed anew it would lose twice: "
             "name it as it is with --draft-model, or convert with --no-quantize"
         )
-    dtype = DTYPES[options.dtype or unread.dtype]
+    dtype = DTYPES[options.dtype] if options.dtype else unread.dtype
     never = KINDS[config["kind"]].never_quantized
     shapes = {
         name.removesuffix(".weight"): tensor.shape
