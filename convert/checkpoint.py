@@ -91,14 +91,16 @@ class DraftCheckpoint:
         return {"path": place.name if place.exists() else self.source, "files": sums}
 
 
+def renamed(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """The values of some keys, under new names, without nulls."""
+    return {new: values[old] for old, new in names.items() if values.get(old) is not None}
+
+
 def mistral_config(params: Mapping[str, Any]) -> dict[str, Any]:
     """The config that a ``params.json`` amounts to."""
-    config = {new: params[old] for old, new in MISTRAL_KEYS.items() if params.get(old) is not None}
-    yarn = params.get("yarn")
-    if isinstance(yarn, Mapping):
-        scaling = {
-            new: yarn[old] for old, new in MISTRAL_YARN.items() if yarn.get(old) is not None
-        }
+    config = renamed(params, MISTRAL_KEYS)
+    if isinstance(params.get("yarn"), Mapping):
+        scaling = renamed(params["yarn"], MISTRAL_YARN)
         # apply_scale lengthens queries and keys; latent attention scales its scores instead.
         in_rope = scaling.get("apply_yarn_scaling", True) and "kv_lora_rank" not in config
         config["rope_scaling"] = {

@@ -14,7 +14,8 @@ import mlx.core as mx
 from huggingface_hub import ModelCardData
 
 from mlx_eagle.drafters.config import Eagle3Config
-from mlx_eagle.drafters.folder import read_config
+from mlx_eagle.drafters.folder import read_config, read_weights
+from mlx_eagle.drafters.head_weights import draft_ids
 from mlx_eagle.drafters.quantize import bits_of
 from mlx_eagle.system.atomic_folder import new_folder
 from mlx_eagle.system.hub import INSIDE, REPO_ID, locate
@@ -176,8 +177,8 @@ def to_pytorch(head: str, folder: str) -> dict[str, Any]:
         )
     config = Eagle3Config.from_dict(values, source / "config.json")
     _check(config, head)
-    weights = dict(mx.load(str(source / "model.safetensors")))
-    tensors = _tensors(config, weights, head)
+    weights = read_weights(source)
+    tensors = _tensors(config, weights)
     flat = _config(config, str(weights["fc.weight"].dtype).split(".")[-1])
     with new_folder(destination) as draft:
         save_arrays(draft / "model.safetensors", tensors, layout="pt")
@@ -202,17 +203,12 @@ def _check(config: Eagle3Config, head: str) -> None:
         )
 
 
-def _tensors(config: Eagle3Config, weights: dict[str, mx.array], head: str) -> dict[str, mx.array]:
+def _tensors(config: Eagle3Config, weights: dict[str, mx.array]) -> dict[str, mx.array]:
     """The arrays by their official names, with both vocabulary maps."""
-    offsets = weights.pop("d2t", None)
-    size = config.draft_vocab_size
-    if offsets is None:
-        offsets = mx.zeros(size, mx.int32)
-    ids = offsets.astype(mx.int64) + mx.arange(size, dtype=mx.int64)
-    if ids.max().item() >= config.vocab_size:
-        raise ValueError(f"{head} drafts token {ids.max().item()} of {config.vocab_size}")
+    ids = draft_ids(weights.pop("d2t", None), config, config.vocab_size)
     named = {name.replace("layers.0.", "midlayer."): array for name, array in weights.items()}
-    return named | vocabulary_maps(ids, config.vocab_size)
+    whole = mx.arange(config.vocab_size)
+    return named | vocabulary_maps(whole if ids is None else ids, config.vocab_size)
 
 
 def _config(c: Eagle3Config, dtype: str) -> dict[str, Any]:
