@@ -68,13 +68,6 @@ class Archive:
         return self.data[start : start + member.file_size]
 
 
-def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.append(strides[-1] * size)
-    return tuple(reversed(strides[: len(shape)]))
-
-
 def _stored(name: str, view: View, storage: np.ndarray) -> Stored:
     """A view as a tensor on the bytes of its storage, which it must not leave."""
     width = np.dtype(FORMATS[view.storage.format]).itemsize
@@ -84,8 +77,8 @@ def _stored(name: str, view: View, storage: np.ndarray) -> Stored:
             f"{shown(view.storage.elements)} elements of {width} bytes, and the file has "
             f"{len(storage)} bytes for them"
         )
-    strides = None if view.strides == _row_major(view.shape) else view.strides
-    stored = Stored(view.storage.format, view.shape, storage[view.offset * width :], strides)
+    data = storage[view.offset * width :]
+    stored = Stored(view.storage.format, view.shape, data, view.strides)
     problem = stored.problem()
     if problem is not None:
         raise RefusedPickle(f"a tensor in it reaches beyond its storage: {name} {problem}")
