@@ -12,10 +12,9 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from copy import deepcopy
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import partial
+from functools import lru_cache, partial
 from itertools import product
 from math import inf, isnan
 from operator import itemgetter
@@ -24,7 +23,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_map
 from mlx_lm.models.cache import make_prompt_cache
 
 from .. import __version__
@@ -43,7 +41,7 @@ from ..demo.pair import demo_target_path, load_demo
 from ..drafters.base import Drafter
 from ..drafters.tree import TreeShape
 from ..system.device import prepare_device
-from .checks import TF32, build, check_all
+from .checks import TF32, check_all
 from .packages import Finding
 
 FAILED = "FAILED"
@@ -125,7 +123,45 @@ def sections(file: Path) -> list[Section]:
     """
     with suppress(ValueError):  # the parts that need it will say why
         demo_target_path()
-    return [attention_section(), speed_section(file), parity_section()]
+    load = lru_cache(1)(DemoPair.load)
+    ties = ", ".join(f"{limit:g} in {name}" for name, limit in NEAR_TIES.items())
+    return [
+        Section(
+            "Attention: several rows against one by one",
+            ("head dimension", "type", "largest difference", "allowed", "at", "verdict"),
+            [
+                Part(
+                    f"attention, head dimension {size}, {name}",
+                    partial(try_attention, size, name),
+                    ATTENTION_UNTIL,
+                )
+                for size, name in product(HEAD_DIMS, ATTENTION_LIMITS)
+            ],
+            "Random queries, keys and values; differences are shares of the largest output.",
+        ),
+        Section(
+            "Speed: the demo pair as the commands load it",
+            ("what", "milliseconds", "of a plain step"),
+            [Part("speed", partial(measure_speed, SAMPLES, file), SPEED_UNTIL)],
+            f"Medians of {SAMPLES} times or more, and texts of {NUM_PROMPTS} prompts.",
+        ),
+        Section(
+            "Parity with mlx-lm: the demo pair",
+            ("weights", "drafts", "tokens", "result", "verdict"),
+            [
+                Part(
+                    f"parity, {name}, {way}",
+                    lambda name=name, way=way: load(name).attempt(way),
+                    PARITY_UNTIL[name],
+                )
+                for name, way in product(NEAR_TIES, WAYS)
+            ],
+            f"Chains of {CHAIN} draft tokens, a tree {TREE}, samples at temperature 1, a batch of "
+            f"{NUM_PROMPTS}; answers are as long as there is time for. Where two texts part, the "
+            f"margin says how far the worse of the two tokens is below the best: up to {ties} it "
+            "is a near-tie.",
+        ),
+    ]
 
 
 def self_test(tried: Sequence[Section], file: Path) -> list[str]:
@@ -228,82 +264,44 @@ GROUPS = (4, 8)  # query heads per key head
 PREFIXES = (100, 1100)  # keys before the pass: from 1024 on, Metal's kernel works in two steps
 PASS_ROWS = (2, 3, 4, 5, 8, 9, 16)
 NUM_HEADS = 8
-VOCAB = 64  # tokens
-DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 ATTENTION_LIMITS = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 8e-2}
-"""Shares of the largest logit: a pass rounds its rows in another order than single rows."""
-
-LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 128,
-    "num_hidden_layers": 2,
-    "intermediate_size": 128,
-    "num_attention_heads": NUM_HEADS,
-    "rms_norm_eps": 1e-5,
-    "vocab_size": VOCAB,
-    "tie_word_embeddings": False,
-}
-
-
-def attention_section() -> Section:
-    """Passes with every head dimension that has a kernel of its own, in every type."""
-    return Section(
-        "Attention: several rows against one by one",
-        ("head dimension", "type", "largest difference", "allowed", "at", "verdict"),
-        [
-            Part(
-                f"attention, head dimension {size}, {name}",
-                partial(try_attention, size, name),
-                ATTENTION_UNTIL,
-            )
-            for size, name in product(HEAD_DIMS, DTYPES)
-        ],
-        "A tiny random model; differences are shares of its largest logit.",
-    )
+"""Shares of the largest output: a pass rounds its rows in another order than single rows."""
 
 
 def try_attention(head_dim: int, dtype_name: str) -> list[Line]:
-    """Find the largest difference in logits over all groups, prefixes and numbers of rows."""
-    found = []
-    for group in GROUPS:
-        model = tiny_llama(head_dim, NUM_HEADS // group, DTYPES[dtype_name])
-        for prefix in PREFIXES:
-            for rows, difference in differences(model, prefix, DTYPES[dtype_name]):
-                found.append((difference, f"{rows} rows, {group} heads per key, {prefix} keys"))
+    """Find the largest difference in outputs over all groups, prefixes and numbers of rows."""
+    found = [
+        (difference, f"{rows} rows, {group} heads per key, {prefix} keys")
+        for group, prefix in product(GROUPS, PREFIXES)
+        for rows, difference in differences(head_dim, getattr(mx, dtype_name), group, prefix)
+    ]
     worst, where = max(found, key=itemgetter(0))
     limit = ATTENTION_LIMITS[dtype_name]
     verdict = "ok" if worst <= limit else FAILED
     return [(str(head_dim), dtype_name, f"{worst:.1e}", f"{limit:.0e}", where, verdict)]
 
 
-def tiny_llama(head_dim: int, num_key_heads: int, dtype: mx.Dtype) -> nn.Module:
-    """A tiny model with random weights that are large enough to make a difference."""
-    model = build(LLAMA | {"head_dim": head_dim, "num_key_value_heads": num_key_heads})
-    mx.random.seed(0)  # noise around 1 in norms, and around 0 in matrices
-    model.update(
-        tree_map(lambda w: (w.ndim == 1) + 0.1 * mx.random.normal(w.shape), model.parameters())
-    )
-    model.set_dtype(dtype)
-    mx.eval(model.parameters())
-    return model
+def differences(
+    head_dim: int, dtype: mx.Dtype, group: int, prefix: int
+) -> list[tuple[int, float]]:
+    """Numbers of rows, and the differences of their passes as shares of the largest output."""
+    most = max(PASS_ROWS)
+    mx.random.seed(0)
+    # Large enough that a few keys count for a row, so that one key too many is seen.
+    queries = 2 * mx.random.normal((1, NUM_HEADS, most, head_dim))
+    keys, values = mx.random.normal((2, 1, NUM_HEADS // group, prefix + most, head_dim))
 
+    def attend(first: int, last: int, mask: str | None) -> mx.array:
+        seen = [array[..., : prefix + last, :].astype(dtype) for array in (keys, values)]
+        rows = queries[..., first:last, :].astype(dtype)
+        attention = mx.fast.scaled_dot_product_attention
+        return attention(rows, *seen, scale=head_dim**-0.5, mask=mask).astype(mx.float32)
 
-def differences(model: nn.Module, prefix: int, dtype: mx.Dtype) -> list[tuple[int, float]]:
-    """Numbers of rows, and the differences of their passes as shares of the largest logit."""
-    filled = make_prompt_cache(model)
-    shape = (1, model.args.num_key_value_heads, prefix, model.args.head_dim)
-    for cache in filled:
-        keys, values = mx.random.normal((2, *shape)).astype(dtype)
-        cache.update_and_fetch(keys, values)
-    mx.eval([cache.state for cache in filled])
-    tokens = mx.random.randint(0, VOCAB, (1, max(PASS_ROWS)))
-    by_one = deepcopy(filled)
-    rows = [model(tokens[:, i : i + 1], cache=by_one)[0] for i in range(max(PASS_ROWS))]
-    single = mx.concatenate(rows).astype(mx.float32)
+    single = mx.concatenate([attend(i, i + 1, None) for i in range(most)], axis=2)
     found = []
     for num_rows in PASS_ROWS:
-        several = model(tokens[:, :num_rows], cache=deepcopy(filled))[0].astype(mx.float32)
-        difference = mx.abs(several - single[:num_rows]).max() / mx.abs(single[:num_rows]).max()
+        several = attend(0, num_rows, "causal")
+        difference = mx.abs(several - single[..., :num_rows, :]).max() / mx.abs(single).max()
         number: Any = difference.item()
         found.append((num_rows, inf if isnan(number) else number))
     return found
@@ -313,20 +311,10 @@ def differences(model: nn.Module, prefix: int, dtype: mx.Dtype) -> list[tuple[in
 
 CHAIN = 4  # draft tokens, also of the chains below
 SPEED_LENGTHS = (CHAIN, AUTO)
-SPEED_SET = "gsm8k"
-SPEED_PROMPTS = 2
+PROMPT_SET = "gsm8k"
+NUM_PROMPTS = 2  # of a batch, too
 SPEED_TOKENS = (16, 64)  # of an answer, at least and at most: fewer cannot be timed
 SAMPLES = 5
-
-
-def speed_section(file: Path) -> Section:
-    """Costs of passes of the demo target by rows, of its head, and the speed of short texts."""
-    return Section(
-        "Speed: the demo pair as the commands load it",
-        ("what", "milliseconds", "of a plain step"),
-        [Part("speed", partial(measure_speed, SAMPLES, file), SPEED_UNTIL)],
-        f"Medians of {SAMPLES} times or more, and texts of {SPEED_PROMPTS} prompts.",
-    )
 
 
 def measure_speed(samples: int, file: Path) -> list[Line]:
@@ -336,11 +324,11 @@ def measure_speed(samples: int, file: Path) -> list[Line]:
     """
     conditions = machine()
     model, tokenizer, drafter = load_demo()
-    questions = load_questions((SPEED_SET,), SPEED_PROMPTS)
+    questions = load_questions((PROMPT_SET,), NUM_PROMPTS)
     least, most = SPEED_TOKENS
     affordable = num_tokens_within(SECONDS / 2, model, prompt_tokens(questions[0], tokenizer))
     settings = Settings(
-        prompts=(SPEED_SET,), limit=SPEED_PROMPTS, max_tokens=min(max(affordable, least), most),
+        prompts=(PROMPT_SET,), limit=NUM_PROMPTS, max_tokens=min(max(affordable, least), most),
         sizes=SPEED_LENGTHS, repeats=1, order="weave", samples=samples,
     )  # fmt: skip
     models = Models(model, tokenizer, {DEMO_NAMES["head"]: drafter})
@@ -362,13 +350,6 @@ def measure_speed(samples: int, file: Path) -> list[Line]:
 
 # --- parity: the demo pair, drafted in every way, against plain mlx-lm --------------------------
 
-PROMPTS = tuple(
-    f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
-    for question in (
-        "What is 12 * 8?",
-        "Tom has 3 boxes with 7 pens each and buys 4 more pens. How many pens does he have?",
-    )
-)
 TREE = TreeShape(4, 4, 15)
 SEED = 7  # of samples, at temperature 1
 LEAST_TOKENS = 4  # of an answer
@@ -391,26 +372,33 @@ class DemoPair:
     def __init__(self, name: str, model: nn.Module, tokenizer: Any, drafter: Drafter):
         self.name = name
         self.models = Models(model, tokenizer, {"": drafter})
-        self.prompts: list[list[int]] = [tokenizer.encode(prompt) for prompt in PROMPTS]
+        questions = load_questions((PROMPT_SET,), NUM_PROMPTS)
+        self.prompts = [prompt_tokens(question, tokenizer) for question in questions]
         self.num_tokens = num_tokens_within(SECONDS, model, self.prompts[0])
+
+    @classmethod
+    def load(cls, name: str) -> "DemoPair":
+        """Packed on a GPU, as people run it; dense on a CPU, where packing is slow."""
+        return cls(name, *load_demo(name, quantized=mx.default_device() == mx.gpu))
 
     def attempt(self, way: str) -> list[Line]:
         """Compare drafted answers with those of plain mlx-lm: two of a batch, else one."""
         both = (PLAIN, WAYS[way])
+        target = self.models.target
         prompts = self.prompts if way == "batch" else self.prompts[:1]
         temp = 1.0 if way.startswith("sampled") else 0.0
         if way == "batch":
             runs = [run_batch(self.models, prompts, self.num_tokens, c) for c in both]
         else:
-            options = {"max_tokens": self.num_tokens, "temp": temp, "seed": SEED}
-            runs = [run_once(self.models, c, prompts[0], **options) for c in both]
+            options = (self.num_tokens, temp, SEED)
+            runs = [run_once(self.models, c, prompts[0], *options) for c in both]
         lines = []
         for prompt, plain, drafted in zip(prompts, *(run.texts for run in runs), strict=True):
-            result = compare(self.models.target, prompt, plain, drafted)
+            result = compare(target, prompt, plain, drafted)
             if temp and not result["identical"]:
                 index = result["index"]
                 sampling = Sampling(temp=temp, seed=SEED)
-                scores = noisy_scores(self.models.target, prompt + plain[:index], sampling, index)
+                scores = noisy_scores(target, prompt + plain[:index], sampling, index)
                 result["margin"] = margin(scores, index, plain, drafted)
             lines.append(self.line(way, result, len(drafted)))
         return lines
@@ -421,11 +409,6 @@ class DemoPair:
         if not result["identical"]:
             verdict = "near-tie" if result["margin"] <= NEAR_TIES[self.name] else FAILED
         return (self.name, way, str(num_tokens), parity_words(result), verdict)
-
-
-def load_pair(name: str) -> DemoPair:
-    """Load the pair: packed on a GPU, as people run it; dense on a CPU, where packing is slow."""
-    return DemoPair(name, *load_demo(DTYPES[name], quantized=mx.default_device() == mx.gpu))
 
 
 def num_tokens_within(seconds: float, model: nn.Module, prompt: list[int]) -> int:
@@ -452,28 +435,3 @@ def noisy_scores(
     """Scores (V,) whose largest is the token after ``tokens``, the ``position``-th drawn."""
     logprobs = next_logprobs(model, tokens)
     return sampling.log_probabilities(logprobs) + sampling.noise(position, logprobs.shape[-1])
-
-
-def parity_section() -> Section:
-    """Every way to draft with every type of weights, against plain mlx-lm."""
-    loaded: list[DemoPair] = []  # one at a time
-
-    def run(name: str, way: str) -> list[Line]:
-        if not loaded or loaded[0].name != name:
-            loaded.clear()  # before the next one takes its memory
-            loaded.append(load_pair(name))
-        return loaded[0].attempt(way)
-
-    ties = ", ".join(f"{limit:g} in {name}" for name, limit in NEAR_TIES.items())
-    return Section(
-        "Parity with mlx-lm: the demo pair",
-        ("weights", "drafts", "tokens", "result", "verdict"),
-        [
-            Part(f"parity, {name}, {way}", partial(run, name, way), PARITY_UNTIL[name])
-            for name, way in product(NEAR_TIES, WAYS)
-        ],
-        f"Chains of {CHAIN} draft tokens, a tree {TREE}, samples at temperature 1, a batch of "
-        f"{len(PROMPTS)}; answers are as long as there is time for. Where two texts part, the "
-        f"margin says how far the worse of the two tokens is below the best: up to {ties} it is "
-        "a near-tie.",
-    )

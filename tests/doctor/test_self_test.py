@@ -14,7 +14,6 @@ import mlx_lm
 import pytest
 from grids import thorough
 from helpers import byte_tokenizer, tiny_head, tiny_llama
-from mlx_lm.models import llama
 
 from mlx_eagle.bench.report_file import read_report
 from mlx_eagle.doctor import __main__ as program
@@ -180,8 +179,7 @@ def test_the_report_has_neither_the_host_nor_what_lies_at_home(run, monkeypatch)
 
 
 @pytest.mark.parametrize("head_dim, dtype", [(64, "float32"), (80, "bfloat16")])
-def test_attention(head_dim, dtype, monkeypatch):
-    monkeypatch.setattr(self_test, "PREFIXES", (40,))
+def test_attention(head_dim, dtype):
     (line,) = self_test.try_attention(head_dim, dtype)
     assert line[:2] == (str(head_dim), dtype) and line[-1] == "ok"
 
@@ -189,15 +187,15 @@ def test_attention(head_dim, dtype, monkeypatch):
 @pytest.mark.parametrize("wrong", ["nan", "the mask"])
 def test_attention_that_is_wrong_for_five_rows_is_found(monkeypatch, wrong):
     monkeypatch.setattr(self_test, "PREFIXES", (40,))
-    attention = llama.scaled_dot_product_attention
+    attention = mx.fast.scaled_dot_product_attention
 
-    def broken(queries, keys, values, cache, scale, mask, **options):
+    def broken(queries, keys, values, scale, mask):
         if queries.shape[2] == 5 and wrong == "the mask":
             mask = None
-        out = attention(queries, keys, values, cache=cache, scale=scale, mask=mask, **options)
+        out = attention(queries, keys, values, scale=scale, mask=mask)
         return out * mx.nan if queries.shape[2] == 5 and wrong == "nan" else out
 
-    monkeypatch.setattr(llama, "scaled_dot_product_attention", broken)
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", broken)
     (line,) = self_test.try_attention(64, "float32")
     assert line[-1] == "FAILED" and line[4].startswith("5 rows")
 
@@ -220,9 +218,11 @@ def test_parity(pair, way):
 
 def test_each_type_of_weights_is_loaded_once(pair, monkeypatch):
     loaded = []
-    monkeypatch.setattr(self_test, "load_pair", lambda name: loaded.append(name) or pair)
+    load = lambda name: loaded.append(name) or pair  # noqa: E731
+    monkeypatch.setattr(self_test.DemoPair, "load", load)
     monkeypatch.setattr(pair, "name", "float16")
-    parts = [part for part in self_test.parity_section().parts if ", float16," in part.name]
+    parts = self_test.sections(Path())[-1].parts
+    parts = [part for part in parts if ", float16," in part.name]
     lines = [line for part in parts for line in part.run()]
     assert loaded == ["float16"] and len(lines) == len(WAYS) + 1
     assert {line[-1] for line in lines} == {"ok"}
@@ -281,7 +281,7 @@ def test_speed_is_a_table_and_a_report_file(monkeypatch, tmp_path):
     pair = (model, byte_tokenizer(), tiny_head(model))
     monkeypatch.setattr(self_test, "load_demo", lambda: pair)
     monkeypatch.setattr(self_test, "SPEED_TOKENS", (6, 6))
-    monkeypatch.setattr(self_test, "SPEED_PROMPTS", 1)
+    monkeypatch.setattr(self_test, "NUM_PROMPTS", 1)
     file = tmp_path / "figures.json"
     lines = self_test.measure_speed(1, file)
     assert [line[0] for line in lines[:8]] == [f"pass of {r} rows, c({r})" for r in range(1, 9)]
