@@ -63,7 +63,8 @@ def open_drafter(
 
     Raises ValueError, in one sentence, for what is none of these or does not fit ``model``.
     """
-    return open_named(
+    _, drafter = open_beside(
+        None,
         name,
         model,
         tokenizer,
@@ -71,11 +72,14 @@ def open_drafter(
         draft_window=draft_window,
         draft_vocab=draft_vocab,
         target=target,
-    )[1]
+    )
+    assert drafter is not None  # there is a name
+    return drafter
 
 
-def open_named(
-    name: str,
+def open_beside(
+    own: Drafter | None,
+    name: str | None,
     model: nn.Module,
     tokenizer: TokenizerWrapper | None = None,
     *,
@@ -84,42 +88,58 @@ def open_named(
     draft_vocab: DraftVocab = None,
     target: str | Path | None = None,
     copies: bool = True,
-) -> tuple[str, Drafter]:
+) -> tuple[str | None, Drafter | None]:
     """Open a drafter as ``open_drafter`` does; also the name of what "auto" stands for.
 
-    ``copies`` is whether "auto" alone copies.
+    None and "auto" stand for ``own``, which came with the target, if there is one; without it
+    None stands for no drafter. ``copies`` is whether "auto" alone copies.
     """
-    name, has_plus = split_name(name)
-    if target is None and tokenizer is not None:
-        target = tokenizer.name_or_path
-    target_name = None if target is None else str(target)
-    options = LoadOptions(quantize_bits, tokenizer=tokenizer, target=target_name)
-    copies = has_plus or (copies and name == AUTO)
-    if name == AUTO:
-        name, drafter = _open_known(model, options, draft_window, draft_vocab, copies)
+    if own is None and name is None:
+        return None, None
+    base, has_plus = (AUTO, False) if name is None else split_name(name)
+    copies = has_plus or (copies and base == AUTO)
+    if base == AUTO and own is not None:
+        drafter = with_draft_vocab(
+            own.with_draft_window(draft_window), draft_vocab, model, tokenizer
+        )
     else:
-        drafter = _open(name, model, options, draft_vocab).with_draft_window(draft_window)
-    if copies and name != LOOKUP:
-        return f"{name}+{LOOKUP}", drafter.with_copies()
-    return name, drafter
+        if target is None and tokenizer is not None:
+            target = tokenizer.name_or_path
+        target_name = None if target is None else str(target)
+        options = LoadOptions(quantize_bits, tokenizer=tokenizer, target=target_name)
+        if base == AUTO:
+            base, drafter = _open_known(model, options, draft_window, draft_vocab, copies)
+        else:
+            drafter = _open(base, model, options, draft_window, draft_vocab)
+    if copies and base != LOOKUP:
+        return f"{base}+{LOOKUP}", drafter.with_copies()
+    return base, drafter
 
 
-def _open(name: str, model: nn.Module, options: LoadOptions, draft_vocab: DraftVocab) -> Drafter:
+def _open(
+    name: str,
+    model: nn.Module,
+    options: LoadOptions,
+    draft_window: int | None,
+    draft_vocab: DraftVocab,
+) -> Drafter:
     """Open a drafter by its name without "+lookup"."""
     named = KINDS.get(name)
     if named is not None and named.by_name is not None:
         opened = named.by_name(model, options)
-        return with_draft_vocab(opened, draft_vocab, model, options.tokenizer)
-    path, kind = _find(name)
-    if kind is None:
-        return load_drafter(
-            path,
-            model,
-            quantize_bits=options.quantize_bits,
-            draft_vocab=draft_vocab,
-            tokenizer=options.tokenizer,
-        )
-    opened = _open_published(path, name, kind, model, options)
+    else:
+        path, kind = _find(name)
+        if kind is None:
+            return load_drafter(
+                path,
+                model,
+                quantize_bits=options.quantize_bits,
+                draft_window=draft_window,
+                draft_vocab=draft_vocab,
+                tokenizer=options.tokenizer,
+            )
+        opened = _open_published(path, name, kind, model, options)
+    opened = opened.with_draft_window(draft_window)
     return with_draft_vocab(opened, draft_vocab, model, options.tokenizer)
 
 
@@ -167,8 +187,7 @@ def _open_known(
     unknown = f"no public head is known here for {options.target}"
     for pair in known_pairs(options.target):
         try:
-            opened = _open(pair.head, model, options, draft_vocab)
-            drafter = opened.with_draft_window(draft_window)
+            drafter = _open(pair.head, model, options, draft_window, draft_vocab)
         except USER_ERRORS as err:
             reason = " ".join(str(err).split())
             print(f"{pair.head} is passed over, for it cannot be used: {reason}", file=sys.stderr)
@@ -275,41 +294,6 @@ def split_name(name: str) -> tuple[str, bool]:
 
 def _exists(name: str) -> bool:
     return Path(name).expanduser().exists()
-
-
-def open_beside(
-    own: Drafter | None,
-    name: str | None,
-    model: nn.Module,
-    tokenizer: TokenizerWrapper | None = None,
-    *,
-    quantize_bits: int | None = None,
-    draft_window: int | None = None,
-    draft_vocab: DraftVocab = None,
-    target: str | Path | None = None,
-    copies: bool = True,
-) -> tuple[str | None, Drafter | None]:
-    """Open a drafter by name; None and "auto" stand for ``own``, which came with the target.
-
-    Everything else is as in ``open_named``.
-    """
-    base, has_plus = (AUTO, False) if name is None else split_name(name)
-    if base == AUTO and own is not None:
-        own = own.with_draft_window(draft_window)
-        own = with_draft_vocab(own, draft_vocab, model, tokenizer)
-        return (f"{AUTO}+{LOOKUP}", own.with_copies()) if copies or has_plus else (AUTO, own)
-    if name is None:
-        return None, None
-    return open_named(
-        name,
-        model,
-        tokenizer,
-        quantize_bits=quantize_bits,
-        draft_window=draft_window,
-        draft_vocab=draft_vocab,
-        target=target,
-        copies=copies,
-    )
 
 
 def _open_checkpoint(

@@ -22,7 +22,7 @@ from mtp_checkpoints import (
 
 import mlx_eagle
 from mlx_eagle.commands import flags
-from mlx_eagle.draft_models import open_named
+from mlx_eagle.draft_models import open_beside
 from mlx_eagle.drafters.kinds import recognise
 from mlx_eagle.drafters.mtp import load_mtp, make_mtp_head
 from mlx_eagle.drafters.mtp_layers import with_final_norms
@@ -194,7 +194,7 @@ def test_the_commands_open_them(tmp_path, monkeypatch):
 
 def test_auto_takes_them_where_no_head_is_known(tmp_path, capsys):
     folder = write_checkpoint(tmp_path / "Some-Qwen", QWEN)
-    opened = partial(open_named, model=QWEN.target, target=folder)
+    opened = partial(open_beside, None, model=QWEN.target, target=folder)
     for name, copies, expected in (
         ("auto", False, "mtp"),
         ("auto", True, "mtp+lookup"),
