@@ -17,9 +17,8 @@ from mlx_lm.models import glm4_moe_lite, qwen3_5
 
 from mlx_eagle.bench.report_file import read_report
 from mlx_eagle.decoding.pass_costs import TargetWeights
-from mlx_eagle.doctor.checks import build
+from mlx_eagle.doctor.checks import build, speedup_words
 from mlx_eagle.doctor.checks import draft_bytes as bytes_of_draft
-from mlx_eagle.doctor.speedup import speedup_words
 from mlx_eagle.drafters.assistant import Assistant, AssistantConfig
 from mlx_eagle.drafters.block_config import BlockConfig
 from mlx_eagle.drafters.dflash import DFlashHead

@@ -19,6 +19,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import _get_classes, get_total_parameters
 
 from ..decoding.pass_costs import EXPECTED, TargetWeights
+from ..decoding.setup import AUTO
 from ..draft_models import LOOKUP, known_pairs, split_name
 from ..drafters.kinds import KINDS, kind_of
 from ..drafters.model_drafter import NOT_LOADED
@@ -44,11 +45,10 @@ from ..system.device import (
     weight_bytes,
 )
 from ..system.hub import INSIDE, REPO_ID, locate
-from ..system.loading import check_heads, check_target, context_size, read_json
+from ..system.loading import check_heads, check_target, context_size, read_json, text_config
 from ..target_model.cache_size import cache_bytes
 from ..target_model.rollback import check_supported
 from .packages import Finding, check_packages, read_sysctl
-from .speedup import speedup_words
 
 GB = 1e9
 FILES = ("config.json", "*.index.json")  # of a target, all that ``expect`` needs
@@ -57,6 +57,10 @@ TF32 = "MLX_ENABLE_TF32"
 SHOWN_PAIRS = 5  # the largest that fit: the whole table is a wall of names
 PIPELINE = "between its layers (--pipeline)"
 FIRST_WITH_TF32 = 5  # M5, whose GPU has matrix units
+ACCEPTANCES = (0.5437, 0.8105)
+"""Probabilities that a draft is accepted after those before it: tau is 2 and 3 at k = 3."""
+DRAFT_STEP = HEAD_SHARE - 1
+"""Plain steps that the head takes for one more token: it reads this share of the weights."""
 
 
 def check_machine() -> list[Finding]:
@@ -177,11 +181,6 @@ def expect(
     return found
 
 
-def text_config(config: dict[str, Any]) -> dict[str, Any]:
-    """A ``config.json`` with the entries of its text model in front."""
-    return config | (config.get("text_config") or {})
-
-
 def build(config: dict[str, Any]) -> nn.Module:
     """Build the model of a ``config.json`` without its weights; ValueError if mlx-lm cannot."""
     try:
@@ -196,7 +195,15 @@ def build(config: dict[str, Any]) -> nn.Module:
                 ):
                     module.tie_word_embeddings = True
         model.set_dtype(mx.bfloat16)
-        pack(model, config.get("quantization"))
+        if packing := config.get("quantization"):
+            group_size = packing["group_size"]
+
+            def choice(path: str, module: nn.Module) -> bool | dict[str, Any]:
+                can = hasattr(module, "to_quantized") and module.weight.shape[-1] % group_size == 0
+                return packing.get(path, can)  # layers with an entry of their own by it
+
+            mode = packing.get("mode", "affine")
+            nn.quantize(model, group_size, packing["bits"], mode=mode, class_predicate=choice)
     except NOT_LOADED as err:
         reason = (str(err).strip() or type(err).__name__).splitlines()[0]
         raise ValueError(
@@ -205,33 +212,24 @@ def build(config: dict[str, Any]) -> nn.Module:
     return model
 
 
-def pack(model: nn.Module, packing: dict[str, Any] | None) -> None:
-    """Pack the weights as ``config.json`` says, layers with an entry of their own by it."""
-    if not packing:
-        return
-    group_size = packing["group_size"]
-
-    def choice(path: str, module: nn.Module) -> bool | dict[str, Any]:
-        can = hasattr(module, "to_quantized") and module.weight.shape[-1] % group_size == 0
-        return packing.get(path, can)
-
-    mode = packing.get("mode", "affine")
-    nn.quantize(model, group_size, packing["bits"], mode=mode, class_predicate=choice)
-
-
 def check_size(name: str, config: dict[str, Any], model: nn.Module) -> Finding:
     """Size of the target, and whether it fits."""
     num_parameters = get_total_parameters(model)
     num_bytes = weight_bytes(model)
-    _, usable = memory(this_machine())
     text = (
         f"{Path(name).name}, {config['model_type']}, {num_parameters / 1e9:.2f} B parameters "
         f"in {8 * num_bytes / num_parameters:.3g} bits each: {num_bytes / GB:.1f} GB"
     )
+    remedy = "it does not fit into this machine's memory: take a smaller or more packed one"
+    return _fitting(text, num_bytes, "", remedy)
+
+
+def _fitting(text: str, num_bytes: float, end: str, remedy: str) -> Finding:
+    """The size of a target in words, with the ``end`` if it fits into the memory."""
+    _, usable = memory(this_machine())
     if num_bytes > usable:
-        remedy = "it does not fit into this machine's memory: take a smaller or more packed one"
         return Finding("model", f"{text}, of {usable / GB:.1f} GB", "problem", remedy)
-    return Finding("model", text)
+    return Finding("model", f"{text}{end}")
 
 
 def check_shard(config: dict[str, Any], model: nn.Module, num_ranks: int) -> Finding:
@@ -256,11 +254,8 @@ def check_shard(config: dict[str, Any], model: nn.Module, num_ranks: int) -> Fin
     if not ways:
         remedy = "mlx-lm cannot split this target among so many: take another number, or target"
         return Finding("model", text, "problem", remedy)
-    _, usable = memory(this_machine())
-    if shard > usable:
-        remedy = "a part does not fit into a memory like this machine's: take more machines"
-        return Finding("model", f"{text}, of {usable / GB:.1f} GB", "problem", remedy)
-    return Finding("model", f"{text}; split {' or '.join(ways)}")
+    remedy = "a part does not fit into a memory like this machine's: take more machines"
+    return _fitting(text, shard, f"; split {' or '.join(ways)}", remedy)
 
 
 def check_context(model: nn.Module, draft_model: str | None, context: int) -> Finding:
@@ -327,7 +322,7 @@ def check_passes(machine: Machine, model: nn.Module) -> list[Finding]:
     if weights.experts is not None:
         found.append(Finding("experts", EXPECTED))
     if machine.backend == "metal":
-        found += [Finding("attention", attention_words(*sizes)) for sizes in head_sizes(model)]
+        found += check_attention(model)
     return found
 
 
@@ -382,83 +377,94 @@ def pass_words(machine: Machine, weights: TargetWeights) -> str:
     )
 
 
-def head_sizes(model: nn.Module) -> list[tuple[int, int]]:
-    """Head dimensions, with query heads per key head: two of them for Gemma 4, else one."""
+def expected_speedup(machine: Machine, weights: TargetWeights) -> tuple[float, float]:
+    """The lowest and the highest speedup for tau of 2 to 3, each with the best k of ``LENGTHS``.
+
+    It is tau / (c(k + 1) + k d), without the host's part of a round; where that is below 1,
+    ``auto`` turns drafting off, and it is 1.
+    """
+    costs = {k: weights.pass_cost(machine, k + 1) + k * DRAFT_STEP for k in LENGTHS}
+    low, high = (
+        max(1.0, *(sum(acceptance**i for i in range(k + 1)) / costs[k] for k in costs))
+        for acceptance in ACCEPTANCES
+    )
+    return low, high
+
+
+def speedup_words(machine: Machine, weights: TargetWeights) -> str:
+    """ "1.4 to 1.9x"; "1.0x" where no draft pays."""
+    low, high = (f"{speedup:.1f}" for speedup in expected_speedup(machine, weights))
+    return f"{low}x" if low == high else f"{low} to {high}x"
+
+
+def check_attention(model: nn.Module) -> list[Finding]:
+    """The longest draft whose pass takes the fast attention kernel, for each size of heads."""
+    found = []
     for module in model.modules():
         args = getattr(module, "args", None) or getattr(module, "config", None)
         heads = getattr(args, "num_attention_heads", None)
         if not isinstance(heads, int):
             continue
         keys = getattr(args, "num_key_value_heads", None) or heads
-        size = getattr(args, "head_dim", None) or args.hidden_size // heads
-        found = [(size, heads // keys)]
-        wide = getattr(args, "global_head_dim", None)
-        if wide:
-            keys = getattr(args, "num_global_key_value_heads", None) or keys
-            found.append((wide, heads // keys))
-        return found
-    return []
-
-
-def attention_words(head_dim: int, heads_per_key: int) -> str:
-    """The longest draft whose pass takes the fast attention kernel."""
-    rows = fused_rows(head_dim, heads_per_key)
-    if rows < 2:
-        return f"heads of {head_dim}: no fused kernel for passes of 2 to 8 rows"
-    return f"heads of {head_dim}: fused for passes of up to {rows} rows (k up to {rows - 1})"
+        sizes = {getattr(args, "head_dim", None) or args.hidden_size // heads: keys}
+        if wide := getattr(args, "global_head_dim", None):  # Gemma 4's
+            sizes[wide] = getattr(args, "num_global_key_value_heads", None) or keys
+        for size, num in sizes.items():
+            rows = fused_rows(size, heads // num)
+            text = f"fused for passes of up to {rows} rows (k up to {rows - 1})"
+            text = text if rows > 1 else "no fused kernel for passes of 2 to 8 rows"
+            found.append(Finding("attention", f"heads of {size}: {text}"))
+        break
+    return found
 
 
 def check_head(model_name: str, name: str | None, model: nn.Module) -> Finding:
     """The draft model, and whether it belongs to the target."""
     try:
         head, copies = (None, False) if name is None else split_name(name)
-    except ValueError as err:
-        return Finding("draft model", str(err), "problem", "see the sentence before")
-    found = _check_head(model_name, head, model)
+        if head in (None, AUTO):
+            found = _known_head(model_name, head, model)
+        else:
+            found = _named_head(model_name, head, model)
+    except (OSError, ValueError) as err:
+        return Finding("draft model", str(err), "problem", "name another drafter")
     return replace(found, text=f"{found.text}; copies from the text as well") if copies else found
 
 
-def _check_head(model_name: str, name: str | None, model: nn.Module) -> Finding:
+def _named_head(model_name: str, name: str, model: nn.Module) -> Finding:
+    """A draft model by its name; ValueError where it cannot be used."""
     if name == LOOKUP:
         return Finding("draft model", "lookup, which copies from the prompt and has no weights")
     if name in KINDS and KINDS[name].by_name is not None:
-        title = KINDS[name].title
         if KINDS[name].comes_with(model_name):
-            return Finding("draft model", f"{title} of the target's own{_packing(model)}")
-        wrong = f"there is no {name} in the target's checkpoint, nor in what it was made from"
-        return Finding("draft model", wrong, "problem", "name another drafter")
-    if name in (None, "auto"):
-        return _known_head(model_name, name, model)
-    path = Path(str(name)).expanduser()
+            return _own_layers(name, model)
+        raise ValueError(
+            f"there is no {name} in the target's checkpoint, nor in what it was made from"
+        )
+    path = Path(name).expanduser()
     if not path.exists():
-        if REPO_ID.fullmatch(str(name)) or INSIDE.fullmatch(str(name)):
-            text = f"{name} is not on this machine, so it was not looked at"
-            return Finding("draft model", text, "note", "it is looked for on the hub when loaded")
-        wrong = f"{name} does not exist, and it is not a repository id either"
-        return Finding("draft model", wrong, "problem", "name another drafter")
-    try:
-        kind, config = kind_of(path)
-        kind.made_for(config, path / "config.json", sizes_of(model))
-        num_bytes = (path / "model.safetensors").stat().st_size
-    except (OSError, ValueError) as err:
-        return Finding("draft model", f"{path.name}: {err}", "problem", "see the sentence before")
-    said = f"{path.name}, {kind.title} of {num_bytes / 1e6:.0f} MB, fits the target"
-    return Finding("draft model", said)
+        if not (REPO_ID.fullmatch(name) or INSIDE.fullmatch(name)):
+            raise ValueError(f"{name} does not exist, and it is not a repository id either")
+        text = f"{name} is not on this machine, so it was not looked at"
+        return Finding("draft model", text, "note", "it is looked for on the hub when loaded")
+    kind, config = kind_of(path)
+    kind.made_for(config, path / "config.json", sizes_of(model))
+    num_bytes = (path / "model.safetensors").stat().st_size
+    text = f"{path.name}, {kind.title} of {num_bytes / 1e6:.0f} MB, fits the target"
+    return Finding("draft model", text)
 
 
-def _packing(model: nn.Module) -> str:
-    """The size of the target's own layers, and what they are quantized to while loading."""
+def _own_layers(kind: str, model: nn.Module) -> Finding:
+    """The target's own layers: their size, and what they are quantized to while loading."""
+    text = f"{KINDS[kind].title} of the target's own"
     head = outline(model, None)
     quantization = usual_quantization(model, this_machine())
     if not head.layers or quantization is None:
-        return ", which stays as it is"
-    before = weight_bytes(head)
+        return Finding("draft model", f"{text}, which stays as it is")
     packed = outline(model, quantization)
-    after = weight_bytes(packed)
-    return (
-        f", {packing_words([packed])} while it is loaded: {after / 1e6:.0f} MB in place of "
-        f"{before / 1e6:.0f} MB"
-    )
+    sizes = " in place of ".join(f"{weight_bytes(m) / 1e6:.0f} MB" for m in (packed, head))
+    text = f"{text}, {packing_words([packed])} while it is loaded: {sizes}"
+    return Finding("draft model", text)
 
 
 def _known_head(model_name: str, name: str | None, model: nn.Module) -> Finding:
@@ -469,8 +475,7 @@ def _known_head(model_name: str, name: str | None, model: nn.Module) -> Finding:
         remedy = "Name one with --draft-model, or train one: mlx_eagle.train"
         return Finding("draft model", f"no public head is known{copies}", "note", remedy)
     if pair.head == pair.kind:
-        text = f"{KINDS[pair.kind].title} of the target's own{_packing(model)}"
-        return Finding("draft model", text)
+        return _own_layers(pair.kind, model)
     usual = usual_quantization(model, this_machine())
     done = "" if usual is None else f", and quantizes to {usual.words}"
     known = f"{pair.kind}, {pair.size}, licence: {pair.licence}"

@@ -89,7 +89,7 @@ def _load_shard(
             "mlx_lm.convert, or leave --pipeline out."
         )
     if not pipeline:
-        check_heads(config | (config.get("text_config") or {}), num_ranks())
+        check_heads(text_config(config), num_ranks())
     group = mx.distributed.init()
     try:
         model, tokenizer, *_ = sharded_load(
@@ -109,6 +109,11 @@ def _load_shard(
             "mlx.launch."
         ) from err
     return model, tokenizer
+
+
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """A ``config.json`` with the entries of its text model in front."""
+    return config | (config.get("text_config") or {})
 
 
 def check_heads(config: dict[str, Any], num: int) -> None:

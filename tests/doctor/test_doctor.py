@@ -16,7 +16,7 @@ from mlx_eagle.convert import convert
 from mlx_eagle.decoding.pass_costs import TargetWeights
 from mlx_eagle.doctor import __main__ as program
 from mlx_eagle.doctor import checks, packages
-from mlx_eagle.doctor.speedup import expected_speedup
+from mlx_eagle.doctor.checks import expected_speedup
 from mlx_eagle.drafters.pairs import PAIRS, bytes_in_4_bits, targets_within
 from mlx_eagle.system.device import Machine, machine_of, product_cost
 
