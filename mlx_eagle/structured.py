@@ -44,6 +44,8 @@ MOST_TEXTS = 64  # that mlx-lm decodes with one processor at a time: it takes 32
 NOTHING = "nothing satisfies it"
 CLOSED = 8  # tokens: thoughts that a template ends so near to the end of a prompt are not wanted
 
+PIECES = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\\\]])*\]|\{[0-9]+(?:,[0-9]*)?\}|.", re.DOTALL)
+"""Parts of a regular expression: escapes, classes, numbers of repeats, other characters."""
 ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON as ``json.dumps`` writes it. Models that may write any white space can get lost in it, and
 braces, keys and quotes are not forced where a space may come before them."""
@@ -128,15 +130,13 @@ class Grammar:
         """
         found = next((t for t in self._texts if t.tokens == tokens[:-1]), None)
         if found is None:
+            # One like it may be a token ahead: then they have the same prompt.
             alike = (t for t in self._texts if t.num_followed and t.tokens[:-1] == tokens[:-1])
-            if (twin := next(alike, None)) is None:
-                found = self.begin_text()
-                found.start(tokens)
-            else:
-                found = twin.one_back()
+            size = next((len(t.tokens) - t.num_followed for t in alike), len(tokens))
+            found = self.begin_text()
+            found.start(tokens[:size])
             self._texts = [*self._texts[1 - MOST_TEXTS :], found]
-        if len(found.tokens) < len(tokens):
-            found.follow(tokens[-1:])
+        found.follow(tokens[len(found.tokens) :])
         return found
 
 
@@ -286,14 +286,6 @@ class _Text:
             self._phase = phase
             recent = [*recent, token]
 
-    def one_back(self) -> "_Text":
-        """A second text without the last token."""
-        twin = _Text(self._vocabulary, self._matcher.deep_copy(), self._before, self._num_said)
-        twin.start(self.tokens[: len(self.tokens) - self.num_followed])
-        twin._matcher.reset()
-        twin.follow(self.tokens[len(twin.tokens) : -1])
-        return twin
-
     def forced(self, most: int) -> list[int]:
         """Up to ``most`` tokens that must come next; they may include the end of the text."""
         if self._phase is not Phase.BOUND or most < 1:
@@ -430,8 +422,7 @@ def embedded(schema: Mapping[str, Any], strict: bool) -> str:
 
 def spelled(text: str, tokenizer: Any) -> str:
     """The spelling of ``text`` in a grammar; special tokens in it become token ids."""
-    if LLMatcher is None:
-        raise ValueError(INSTALL)
+    check_installed()
     special = _vocabulary_of(tokenizer).special
     marks = "|".join(map(re.escape, sorted(special, key=len, reverse=True)))
     parts = re.split(f"({marks})", text) if marks else [text]
@@ -456,10 +447,9 @@ def as_terminal(pattern: str) -> str:
 
 def _choices(pattern: str) -> list[str]:
     """The parts between those "|" that stand outside of all brackets."""
-    pieces = re.findall(r"\\.|\[\^?\]?(?:\\.|[^\\\]])*\]|.", pattern, flags=re.DOTALL)
     depth = 0
     choices = [""]
-    for piece in pieces:
+    for piece in PIECES.findall(pattern):
         depth += (piece == "(") - (piece == ")")
         if piece == "|" and depth == 0:
             choices.append("")
@@ -490,12 +480,9 @@ def _sentence(error: str) -> str:
 
 def repeats(pattern: str) -> int:
     """Count how often some part of a regular expression is repeated by the numbers in it."""
-    pieces = re.findall(
-        r"\\.|\[\^?\]?(?:\\.|[^\\\]])*\]|\{[0-9]+(?:,[0-9]*)?\}|.", pattern, flags=re.DOTALL
-    )
     most = [1]  # of each bracket that is open
     last = 1  # of the part just before
-    for piece in pieces:
+    for piece in PIECES.findall(pattern):
         if piece == "(":
             most.append(1)
         elif piece == ")" and len(most) > 1:
