@@ -9,13 +9,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mlx_eagle.commands.flags import (
-    BITS_HELP,
-    DRAFT_VOCAB_HELP,
     DRAFT_WINDOW,
-    DRAFT_WINDOW_HELP,
-    DTYPE_HELP,
-    PIPELINE_HELP,
-    quantized_bits,
+    OWN_FLAGS,
+    PIPELINE,
 )
 from mlx_eagle.decoding.setup import AUTO
 from mlx_eagle.draft_models import LOOKUP, split_name
@@ -30,7 +26,6 @@ from mlx_eagle.system.cli_values import (
     flag_of,
     use_plain_words,
 )
-from mlx_eagle.system.device import DTYPES
 
 from .questions import SETS, Question, by_set
 
@@ -90,11 +85,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("--model", help="Folder or hub repo of the target. Default: the demo pair.")
     words = "As for mlx_eagle.generate; several with commas are shown side by side, and auto:all "
     add("--draft-model", metavar="NAME,...", help=f"{words}is every known drafter of --model.")
-    add("--draft-window", type=int, metavar="N", help=DRAFT_WINDOW_HELP)
-    add("--draft-vocab", metavar="N|FILE|full", help=DRAFT_VOCAB_HELP)
-    add("--quantize-draft", type=quantized_bits, metavar="BITS", help=BITS_HELP)
-    add("--dtype", choices=DTYPES, help=DTYPE_HELP)
-    add("--pipeline", action="store_true", help=PIPELINE_HELP)
+    for name in ("draft-window", "draft-vocab", "quantize-draft", "dtype"):
+        add(f"--{name}", **OWN_FLAGS[name])
+    add("--pipeline", **PIPELINE)
     words = f"{', '.join(SETS)}, or JSONL files; repeatable (default: all three sets)."
     add("--prompts", action="append", default=[], metavar="NAME,...", help=words)
     words = "Maximum prompts per set, evenly spread over it; 0: all (%(default)s)."

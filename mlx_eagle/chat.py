@@ -24,10 +24,9 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .commands.flags import (
     DRAFTERS,
     GROUPS,
+    TEXT_FLAGS,
     add_draft_flags,
-    add_text_flags,
     check_arguments,
-    check_pipeline,
     grammar_options,
     load_pair,
     read_schema,
@@ -65,8 +64,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.description = f"Chat with a target model and a drafter: {DRAFTERS}."
     parser.add_argument("--draft-model", type=str)
     parser.add_argument("--num-draft-tokens", default=AUTO)
-    add_draft_flags(parser)
-    add_text_flags(parser)
+    add_draft_flags(parser, TEXT_FLAGS)
     # What mlx_lm.generate has a flag for, and mlx_lm.chat has not.
     parser.set_defaults(
         model=None, min_p=0.0, min_tokens_to_keep=1, top_k=0, quantize_activations=False
@@ -243,7 +241,6 @@ def answer(ui: UI, conversation: Conversation, question: str) -> None:
 def run(args: argparse.Namespace) -> None:
     """Chat as the flags say."""
     check_arguments(args)
-    check_pipeline(args)
     schema = read_schema(args)
     mx.random.seed(args.seed)
     tokenizer_config = {"trust_remote_code": args.trust_remote_code}

@@ -53,19 +53,6 @@ RANGES = (
     Range("max_kv_size", 5, LARGEST, "5 or more"),
     Range("quantized_kv_start", 0, LARGEST, "0 or more"),
 )
-DTYPE_HELP = (
-    "Floats of the target. Default: as stored; on a CPU float32, with packed weights unpacked, "
-    "where the memory is enough."
-)
-BITS_HELP = (
-    "Quantize an unquantized drafter while loading it; none: leave it as it is. Default: as "
-    "converted, or, if it is not converted, 4 bits for a target in 4 or fewer, 8 for one in more."
-)
-DRAFT_WINDOW_HELP = (
-    "Keep only the newest N slots of the head's cache, beside the first few: drafts then cost the "
-    "same on any context. Default: keep all."
-)
-
 GROUPS = {
     "the model": (
         "model", "adapter_path", "trust_remote_code", "dtype", "quantize_activations", "pipeline",
@@ -92,64 +79,129 @@ GROUPS = {
 DRAFTERS = "an EAGLE, DFlash or DSpark head, MTP layers, a small model, or copies from the text"
 
 
-DRAFT_VOCAB_HELP = (
-    "Draft only the N first tokens of the vocabulary, or those whose ids are in a file, and with "
-    "them what ends a text and what the prompt holds: cheaper drafts, lower acceptance, the same "
-    "text. Default: full."
-)
+def draft_length(text: str) -> int | str:
+    """The value of ``--num-draft-tokens``: a number or "auto"."""
+    if text == AUTO:
+        return AUTO
+    try:
+        return int(text)
+    except ValueError as err:
+        near = suggestion(text, [AUTO])
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is neither a whole number nor {AUTO}{near}"
+        ) from err
 
 
-def add_draft_flags(parser: argparse.ArgumentParser) -> None:
-    """Add our flags to mlx-lm's, whose help is adapted to what they mean here."""
+def quantized_bits(text: str) -> int:
+    """The value of ``--quantize-draft``: a number of bits, 0 for "none"."""
+    bits = 0 if text == "none" else read_number(int, text)
+    if text != "none" and bits not in QUANTIZED_BITS:
+        listed = ", ".join(map(str, QUANTIZED_BITS))
+        raise argparse.ArgumentTypeError(f"{text} bits cannot be had: give {listed} or none")
+    return int(bits)
+
+
+Flags = dict[str, dict[str, Any]]
+"""Options of ``add_argument`` by a flag's name."""
+OWN_FLAGS: Flags = {
+    "quantize-draft": {
+        "type": quantized_bits,
+        "metavar": "BITS",
+        "help": "Quantize an unquantized drafter while loading it; none: leave it as it is. "
+        "Default: as converted, or, if it is not converted, 4 bits for a target in 4 or fewer, 8 "
+        "for one in more.",
+    },
+    "draft-window": {
+        "type": int,
+        "metavar": "N",
+        "help": "Keep only the newest N slots of the head's cache, beside the first few: drafts "
+        "then cost the same on any context. Default: keep all.",
+    },
+    "draft-vocab": {
+        "metavar": "N|FILE|full",
+        "help": "Draft only the N first tokens of the vocabulary, or those whose ids are in a "
+        "file, and with them what ends a text and what the prompt holds: cheaper drafts, lower "
+        "acceptance, the same text. Default: full.",
+    },
+    "dtype": {
+        "choices": DTYPES,
+        "help": "Floats of the target. Default: as stored; on a CPU float32, with packed weights "
+        "unpacked, where the memory is enough.",
+    },
+    "tree": {
+        "metavar": "SHAPE",
+        "help": "Draft a tree instead of a chain. WIDTHxDEPTH:NODES (for example 3x3:7) is an "
+        "EAGLE-2 tree.",
+    },
+    "acceptance": {
+        "choices": RULES,
+        "help": "match: works with any sampler. coupled (default with --temp): the same seed "
+        "gives the same text with or without drafting. reject: rejection sampling, in a tree "
+        "child by child.",
+    },
+    "exact": {
+        "action": "store_true",
+        "help": "Compute each row of a verify pass as a plain step: the text is that of plain "
+        "decoding in every type, and a row costs about what a plain step costs.",
+    },
+}
+"""Flags about drafting, of all commands that draft."""
+PIPELINE = {
+    "action": "store_true",
+    "help": "Under mlx.launch: give each rank some of the target's layers, and not a part of "
+    "every layer.",
+}
+ADAPTED: Flags = {
+    "model": {"help": "Folder or hub repo of the target. Default: the demo pair."},
+    "draft_model": {
+        "help": "An EAGLE head, converted or not, or an ordinary model: folder or hub repo; "
+        "'auto' for the known head of --model, 'mtp' for the layers that --model was published "
+        "with to predict several tokens, or 'lookup' to copy from the text; with '+lookup' behind "
+        "any of the others, as auto has it, whichever gains more. Default: the demo head, and "
+        "copies; auto with --model.",
+    },
+    "num_draft_tokens": {
+        "type": draft_length,
+        "metavar": "K",
+        "default": AUTO,
+        "help": "Draft tokens per step. 0 turns drafting off; auto (default) picks the length per "
+        "step and turns drafting off where it does not help.",
+    },
+}
+"""mlx-lm's own flags, by attribute, where they mean something else here."""
+TEXT_FLAGS: Flags = {
+    "draft-cache": {
+        "choices": ("exact", "lagging"),
+        "default": "exact",
+        "help": "Advanced: cheaper draft-cache update, lower acceptance.",
+    },
+    "show-drafts": {
+        "action": "store_true",
+        "help": "Mark drafted tokens in the text, where it goes to a terminal: coloured and "
+        "underlined, or underlined alone where NO_COLOR is set.",
+    },
+    "json-schema": {
+        "metavar": "FILE",
+        "help": "Answer in JSON that is valid under the schema in this file; needs the extra "
+        "'structured'.",
+    },
+    "regex": {
+        "metavar": "PATTERN",
+        "help": "Answer with a text that this regular expression matches as a whole; needs the "
+        "extra 'structured'.",
+    },
+}
+"""Flags of commands that print texts, which a server does not have."""
+
+
+def add_draft_flags(parser: argparse.ArgumentParser, more: Flags | None = None) -> None:
+    """Add ``--version``, our flags and ``more`` to mlx-lm's, whose help is adapted."""
     add_version_flag(parser)
     for action in parser._actions:
-        if action.dest == "model":
-            action.help = "Folder or hub repo of the target. Default: the demo pair."
-        elif action.dest == "draft_model":
-            action.help = (
-                "An EAGLE head, converted or not, or an ordinary model: folder or hub repo; "
-                "'auto' for the known head of --model, 'mtp' for the layers that --model was "
-                "published with to predict several tokens, or 'lookup' to copy from the text; "
-                "with '+lookup' behind any of the others, as auto has it, whichever gains more. "
-                "Default: the demo head, and copies; auto with --model."
-            )
-        elif action.dest == "num_draft_tokens":
-            action.type = draft_length
-            action.metavar = "K"
-            action.default = AUTO
-            action.help = (
-                "Draft tokens per step. 0 turns drafting off; auto (default) picks the length per "
-                "step and turns drafting off where it does not help."
-            )
-    parser.add_argument("--quantize-draft", type=quantized_bits, metavar="BITS", help=BITS_HELP)
-    parser.add_argument("--draft-window", type=int, metavar="N", help=DRAFT_WINDOW_HELP)
-    parser.add_argument("--draft-vocab", metavar="N|FILE|full", help=DRAFT_VOCAB_HELP)
-    parser.add_argument("--dtype", choices=DTYPES, help=DTYPE_HELP)
-    parser.add_argument(
-        "--tree",
-        metavar="SHAPE",
-        help="Draft a tree instead of a chain. WIDTHxDEPTH:NODES (for example 3x3:7) is an "
-        "EAGLE-2 tree.",
-    )
-    parser.add_argument(
-        "--acceptance",
-        choices=RULES,
-        help="match: works with any sampler. coupled (default with --temp): the same seed gives "
-        "the same text with or without drafting. reject: rejection sampling, in a tree child "
-        "by child.",
-    )
-    parser.add_argument(
-        "--exact",
-        action="store_true",
-        help="Compute each row of a verify pass as a plain step: the text is that of plain "
-        "decoding in every type, and a row costs about what a plain step costs.",
-    )
+        vars(action).update(ADAPTED.get(action.dest, {}))
+    for name, options in (OWN_FLAGS | (more or {})).items():
+        parser.add_argument(f"--{name}", **options)
     use_plain_words(parser)
-
-
-PIPELINE_HELP = (
-    "Under mlx.launch: give each rank some of the target's layers, and not a part of every layer."
-)
 
 
 def check_pipeline(args: argparse.Namespace) -> None:
@@ -163,34 +215,6 @@ def check_pipeline(args: argparse.Namespace) -> None:
         raise ValueError(
             "--pipeline needs --model: mlx-lm splits the demo target within its layers only."
         )
-
-
-def add_text_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of commands that print texts, which a server does not have."""
-    parser.add_argument(
-        "--draft-cache",
-        choices=("exact", "lagging"),
-        default="exact",
-        help="Advanced: cheaper draft-cache update, lower acceptance.",
-    )
-    parser.add_argument(
-        "--show-drafts",
-        action="store_true",
-        help="Mark drafted tokens in the text, where it goes to a terminal: coloured and "
-        "underlined, or underlined alone where NO_COLOR is set.",
-    )
-    parser.add_argument(
-        "--json-schema",
-        metavar="FILE",
-        help="Answer in JSON that is valid under the schema in this file; needs the extra "
-        "'structured'.",
-    )
-    parser.add_argument(
-        "--regex",
-        metavar="PATTERN",
-        help="Answer with a text that this regular expression matches as a whole; needs the extra "
-        "'structured'.",
-    )
 
 
 def read_schema(args: argparse.Namespace) -> str | None:
@@ -228,28 +252,6 @@ def grammar_options(
     return {}
 
 
-def draft_length(text: str) -> int | str:
-    """The value of ``--num-draft-tokens``: a number or "auto"."""
-    if text == AUTO:
-        return AUTO
-    try:
-        return int(text)
-    except ValueError as err:
-        near = suggestion(text, [AUTO])
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is neither a whole number nor {AUTO}{near}"
-        ) from err
-
-
-def quantized_bits(text: str) -> int:
-    """The value of ``--quantize-draft``: a number of bits, 0 for "none"."""
-    bits = 0 if text == "none" else read_number(int, text)
-    if text != "none" and bits not in QUANTIZED_BITS:
-        listed = ", ".join(map(str, QUANTIZED_BITS))
-        raise argparse.ArgumentTypeError(f"{text} bits cannot be had: give {listed} or none")
-    return int(bits)
-
-
 def check_draft_flags(args: argparse.Namespace) -> None:
     """Raise ValueError for a draft length, a tree or a temperature that make no sense."""
     length = args.num_draft_tokens
@@ -266,6 +268,7 @@ def check_draft_flags(args: argparse.Namespace) -> None:
 def check_arguments(args: argparse.Namespace) -> None:
     """Raise ValueError for values that make no sense, before anything is loaded."""
     check_draft_flags(args)
+    check_pipeline(args)
     check_rule_for_sampling(args.acceptance, args.temp, args.xtc_probability)
     if args.max_tokens == 0 or not -1 <= args.max_tokens <= LARGEST:
         raise ValueError(

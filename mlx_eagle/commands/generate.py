@@ -32,17 +32,30 @@ from ..system.ranks import is_first, num_ranks, run_on_ranks, share
 from .flags import (
     DRAFTERS,
     GROUPS,
-    PIPELINE_HELP,
+    PIPELINE,
+    TEXT_FLAGS,
     add_draft_flags,
-    add_text_flags,
     check_arguments,
     check_cache_flags,
-    check_pipeline,
     grammar_options,
     load_pair,
     read_schema,
     text_options,
 )
+
+FLAGS = {
+    "memory": {
+        "action": "store_true",
+        "help": "Report the memory of weights and caches, and what drafting adds.",
+    },
+    "stats-json": {
+        "metavar": "FILE",
+        "help": "Write the counts as one JSON document to this file; '-' prints it as the last "
+        "line.",
+    },
+    "pipeline": PIPELINE,
+    "list": {"action": "store_true", "help": "List converted heads and known pairs, and exit."},
+}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -50,24 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = setup_arg_parser()
     parser.prog = "mlx_eagle.generate"
     parser.description = f"Generate text with a target model and a drafter: {DRAFTERS}."
-    add_draft_flags(parser)
-    add_text_flags(parser)
-    parser.add_argument(
-        "--memory",
-        action="store_true",
-        help="Report the memory of weights and caches, and what drafting adds.",
-    )
-    parser.add_argument(
-        "--stats-json",
-        metavar="FILE",
-        help="Write the counts as one JSON document to this file; '-' prints it as the last line.",
-    )
-    parser.add_argument("--pipeline", action="store_true", help=PIPELINE_HELP)
-    parser.add_argument(
-        "--list",
-        action="store_true",
-        help="List converted heads and known pairs, and exit.",
-    )
+    add_draft_flags(parser, TEXT_FLAGS | FLAGS)
     group_flags(parser, GROUPS)
     return parser
 
@@ -175,7 +171,6 @@ def run(args: argparse.Namespace) -> None:
     check_arguments(args)
     check_cache_flags(args)
     read_template_options(args.chat_template_config)
-    check_pipeline(args)
     if num_ranks() > 1:
         settle_ranks(args)
     schema = read_schema(args)

@@ -9,7 +9,7 @@ from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
 from mlx_lm.utils import _parse_size
 
 from ..commands.flags import (
-    PIPELINE_HELP,
+    PIPELINE,
     add_draft_flags,
     check_cache_flags,
     check_draft_flags,
@@ -152,7 +152,7 @@ SWITCHES = {
     "key, such a --host is refused otherwise.",
     "trust-remote-code": "Let the tokenizer run code of its own.",
     "use-default-chat-template": "Use the tokenizer's default template where it has none.",
-    "pipeline": PIPELINE_HELP,
+    "pipeline": PIPELINE["help"],
     "strict-model": "Refuse requests that name another model, which are answered otherwise.",
     "usage-stats": "Add drafted_tokens, accepted_tokens, copied_tokens, accepted_copied_tokens "
     "and mean_acceptance_length to the usage of each answer.",
