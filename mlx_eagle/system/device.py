@@ -1,11 +1,9 @@
 """The device: what commands set or say before they begin, and a table of the costs of passes.
 
 The gain of drafting depends on one thing: how much more a pass of k + 1 rows over the target
-costs than a pass of one row. For packed weights MLX decides by the chip, the number of rows and
-the size of the layer which kernel multiplies, and each kernel has its own price:
-
-* "vector": the weights are read once for every few rows (``rows_per_read``);
-* "matrix": a price of its own, the same for all rows of a tile (``rows_per_tile``).
+costs than a pass of one row. For packed weights MLX decides by the chip and the number of rows
+which kernel multiplies: a vector kernel that reads the weights once for one row or a few, or a
+matrix kernel with a price of its own, the same for all rows of a tile.
 
 Sources: ``get_qmv_batch_limit``, ``use_qmv_wide`` and ``qmv_wide`` in MLX's
 ``mlx/backend/metal/quantized.cpp``, checked against the code of ``libmlx.dylib`` 0.32.4 (which has
@@ -20,7 +18,7 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -29,9 +27,6 @@ from mlx_lm.utils import dequantize_model, get_total_parameters
 
 from .blas import openblas, slow_because
 
-NARROW = 2048
-MIDDLE = 4096
-"""Layers no side of which is longer are narrow, or middle; all others are wide."""
 LENGTHS = range(1, 8)
 # Limits of Metal's vector kernel for attention.
 ATTENTION_ROWS = 8  # the most rows of a pass
@@ -69,27 +64,18 @@ def wide_curves(four_bits: Mapping[int, float]) -> dict[str, Mapping[int, float]
     return {FOUR_BITS: four_bits, "2 bits": TWO_BITS, "8 bits": eight_bits}
 
 
-class Pass(NamedTuple):
-    """The kernel of a product, and how often it goes through the weights (or tiles)."""
-
-    kernel: str
-    times: int
-
-
 @dataclass(frozen=True)
 class Products:
     """Products with packed weights on one kind of chip: their kernels, and what follows.
 
-    ``matrix_from`` are the rows from which on a product is the matrix kernel's: in layers that
-    are narrow, middle and wide. ``rows_per_read`` is that of integers, not of ``FLOATS``.
-    ``curves`` are c(R) by packing, that of 4 bits for what has none, up to the matrix kernel's
-    first rows, and ``source`` says who measured it; ``dense`` and ``dense_source`` are those of
-    weights that are not packed. ``tile_doubt`` is as in ``TILE_DOUBT``, 0 where the matrix
-    kernel was measured.
+    ``matrix_from`` are the rows from which on a product is the matrix kernel's, in layers of more
+    than 4096 inputs or outputs; in smaller ones no fewer. ``curves`` are c(R) by packing, that of
+    4 bits for what has none, up to the matrix kernel's first rows, and ``source`` says who
+    measured it; ``dense`` and ``dense_source`` are those of weights that are not packed.
+    ``tile_doubt`` is as in ``TILE_DOUBT``, 0 where the matrix kernel was measured.
     """
 
-    matrix_from: tuple[int, int, int]
-    rows_per_read: int
+    matrix_from: int
     rows_per_tile: int
     advice: str
     curves: Mapping[str, Mapping[int, float]] = field(default_factory=lambda: {FOUR_BITS: BY_ROW})
@@ -98,16 +84,9 @@ class Products:
     dense_source: str = ""  # a guess
     tile_doubt: float = TILE_DOUBT
 
-    def limit(self, inputs: int = MIDDLE + 1, outputs: int = MIDDLE + 1) -> int:
-        """Rows from which on the matrix kernel multiplies in a layer of that size."""
-        side = max(inputs, outputs)
-        return self.matrix_from[(side > NARROW) + (side > MIDDLE)]
-
-    def kernel(self, rows: int, inputs: int = MIDDLE + 1, outputs: int = MIDDLE + 1) -> Pass:
-        """The kernel of a pass of ``rows`` rows, in a wide layer by default, and its runs."""
-        if rows >= self.limit(inputs, outputs):
-            return Pass("matrix", -(-rows // self.rows_per_tile))
-        return Pass("vector", -(-rows // self.rows_per_read))
+    def num_tiles(self, num_rows: int) -> int:
+        """Tiles of a pass in the matrix kernel; 0 where the vector kernel has it."""
+        return -(-num_rows // self.rows_per_tile) if num_rows >= self.matrix_from else 0
 
 
 NO_STEP = "each row of a pass costs a little more than the one before"
@@ -118,13 +97,13 @@ ROW_BY_ROW = (
     "figures stay slower than plain 4 bits"
 )
 M5 = Products(  # or newer
-    (33, 25, 13), 5, 32,
+    13, 32,
     f"{NO_STEP}: expect k = 2 to 4; from 13 rows on the matrix units multiply, so trees of 12 to "
     "31 nodes cost alike",
     wide_curves({3: 1.12, 5: 1.42, 8: 2.2}), "measured on an M5 Max, a 70B: ml-explore/mlx 3791",
 )  # fmt: skip
 M4 = Products(
-    (13, 15, 13), 5, 32,
+    13, 32,
     f"{NO_STEP}: expect k = 2; from 13 rows on a pass costs what 32 rows cost, which trees seldom "
     "earn",
     # Means of products of 5120 to 17408 (2 to 5 and 8 rows) and 4096 to 24576 (2 to 4, 6, 8).
@@ -137,37 +116,37 @@ M3 = replace(  # many products at once; those of 3553, on the same chip, waited 
     source="measured on an M3 Max: ml-explore/mlx 3863", tile_doubt=0.0,
 )  # fmt: skip
 NEW_ULTRA = replace(  # M3 or newer
-    M4, matrix_from=(32, 18, 12), advice=f"{NO_STEP}: expect 1.6 to 1.9x, with k = 3",
+    M4, matrix_from=12, advice=f"{NO_STEP}: expect 1.6 to 1.9x, with k = 3",
     # Whole rounds of K rows took .83 + .170 K; with .11 less for the draft, c(4) is 1.4. One
     # product in a chain (ml-explore/mlx 4265) took 4 rows at the price of one.
     curves=wide_curves({2: 1.06, 4: 1.4, 8: 2.08}),
     source="by whole rounds on an M3 Ultra: mlxcel 1217",
 )  # fmt: skip
 M1 = Products(  # and M2
-    (14, 10, 6), 1, 32,
+    6, 32,
     f"{ROW_BY_ROW}. Expect auto to turn drafting off in 4 bits; from 6 rows on a pass costs 5 to "
     "6 plain steps, whatever it holds up to 32 rows",
     {FOUR_BITS: BY_ROW} | {mode: {4: 2.35} for mode in FLOATS},  # read in MLX's sources
     dense=OLD_DENSE, dense_source="measured on an M1 Pro: ml-explore/mlx 3967",
 )  # fmt: skip
 M1_MAX = replace(  # and M1 Pro
-    M1, matrix_from=(14, 10, 7),
+    M1, matrix_from=7,
     advice=M1.advice.replace("6 rows on a pass costs 5 to 6", "7 rows on a pass costs 6 to 7"),
 )  # fmt: skip
 OLD_ULTRA = replace(  # M1 or M2
-    M1, matrix_from=(32, 18, 12),
+    M1, matrix_from=12,
     advice=f"{ROW_BY_ROW}. Expect auto to turn drafting off in 4 bits",
 )  # fmt: skip
-OLDER = replace(OLD_ULTRA, matrix_from=(18, 12, 10))  # than M1, or virtual
+OLDER = replace(OLD_ULTRA, matrix_from=10)  # than M1, or virtual
 CUDA = Products(
-    (8, 8, 8), 1, 16,
+    8, 16,
     "up to 7 rows the vector kernel multiplies row by row, from 8 on tensor cores do: measure k "
     "= 7 and trees as well. cuDNN's attention has to stay off (MLX_CUDA_USE_CUDNN_SDPA=0)",
     # MLX changes kernels at 8 rows whatever they take; what a tile takes there is a guess.
     {FOUR_BITS: {7: 7.0, 8: 2.0, 16: 2.0}},
 )  # fmt: skip
 HOPPER = replace(
-    CUDA, matrix_from=(2, 2, 2), curves={FOUR_BITS: {2: 1.2}}, source="a guess",
+    CUDA, matrix_from=2, curves={FOUR_BITS: {2: 1.2}}, source="a guess",
     dense=HOPPER_DENSE, dense_source="measured on an H200",
     tile_doubt=0.0,  # no draft has another kernel to be compared with
     advice="from 2 rows on tensor cores multiply, and up to 16 rows cost alike: long drafts and "
@@ -283,15 +262,15 @@ def product_cost(machine: Machine, num_rows: int, packing: str | None) -> float:
     if products is None:
         return on_curve(BY_ROW, num_rows)
     curve = products.curves.get(packing, products.curves[FOUR_BITS])
-    if num_rows >= products.limit():  # without a point of its own, it is no dearer than the vector
-        return on_curve(curve, products.limit()) * products.kernel(num_rows).times
+    if num_tiles := products.num_tiles(num_rows):
+        return on_curve(curve, products.matrix_from) * num_tiles  # no dearer than the vector's
     return on_curve(curve, num_rows)
 
 
 def tile_doubt(machine: Machine, num_rows: int, packing: str | None) -> float:
     """Doubt in ``product_cost`` that times of the vector kernel leave: see ``TILE_DOUBT``."""
     products = machine.products
-    if products is None or packing is None or num_rows < products.limit():
+    if products is None or packing is None or not products.num_tiles(num_rows):
         return 0.0
     return products.tile_doubt
 

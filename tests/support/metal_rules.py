@@ -1,8 +1,7 @@
 """Which of Metal's kernels MLX takes, as data: a stand-in for its dispatch rules, without a Mac.
 
 ``Recorder`` notes the shapes that a run hands to products and attention, without computing
-either; the rules say what those shapes would take. Of packed weights the package itself has the
-table (``mlx_eagle/system/device.py``).
+either; the rules say what those shapes would take.
 """
 
 from collections.abc import Iterator
@@ -13,13 +12,22 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from mlx_eagle.system.device import Pass, machine_of
 from mlx_eagle.target_model.target import Target
 
-GENERATIONS = {
-    "M1": "applegpu_g13g", "M2": "applegpu_g14g", "M3": "applegpu_g15g", "M4": "applegpu_g16g",
-    "M5": "applegpu_g17g",
+GENERATIONS = {"M1": "g13g", "M2": "g14g", "M3": "g15g", "M4": "g16g", "M5": "g17g"}
+# Of packed weights, by the end of the architecture: rows from which on the matrix kernel
+# multiplies in layers no side of which is above 2048, above 4096, and in others. Source:
+# get_qmv_batch_limit in MLX's mlx/backend/metal/quantized.cpp, and the library of 0.32.4's wheel.
+MATRIX_FROM = {
+    "g13g": (14, 10, 6), "g13s": (14, 10, 7), "g13d": (32, 18, 12),
+    "g14g": (14, 10, 6), "g14s": (14, 10, 6), "g14d": (32, 18, 12),
+    "g15g": (13, 15, 13), "g15s": (13, 15, 13), "g15d": (32, 18, 12),
+    "g16g": (13, 15, 13), "g16s": (13, 15, 13), "g16d": (32, 18, 12),
+    "g17g": (33, 25, 13), "g17p": (33, 25, 13), "g18s": (33, 25, 13), "_v27": (18, 12, 10),
 }  # fmt: skip
+WIDTHS = (2048, 4096)
+ROWS_PER_READ = {"M1": 1, "M2": 1, "M3": 5, "M4": 5, "M5": 5}  # of the vector kernel, in 4 bits
+ROWS_PER_TILE = 32  # of the matrix kernel
 
 ATTENTION = {
     # By head dimension: the most rows of the vector kernel, the first row count of the one with
@@ -76,10 +84,17 @@ class Product:
     routed: int = 0
     sorted_rows: bool = False
 
-    def kernel(self, generation: str) -> Pass:
+    def kernel(self, generation: str) -> tuple[str, int]:
         """The kernel on a base chip of that generation, and its passes over the weights."""
-        products = machine_of({"architecture": GENERATIONS[generation]}, "metal").products
-        return products.kernel(self.rows, self.inputs, self.outputs)
+        limits = MATRIX_FROM[GENERATIONS[generation]]
+        is_matrix = self.rows >= limits[width_class(max(self.inputs, self.outputs))]
+        size = ROWS_PER_TILE if is_matrix else ROWS_PER_READ[generation]
+        return "matrix" if is_matrix else "vector", -(-self.rows // size)
+
+
+def width_class(side: int) -> int:
+    """The place in a line of ``MATRIX_FROM`` of a layer whose longer side this is."""
+    return sum(side > width for width in WIDTHS)
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 import mlx.core as mx
 import pytest
+from metal_rules import MATRIX_FROM
 
 from mlx_eagle.system.device import (
     fused_rows,
@@ -12,19 +13,19 @@ from mlx_eagle.system.device import (
     tile_doubt,
 )
 
-APPLE = [  # what mx.device_info says, rows from which layers up to 2048, 4096 and wider change
-    ("Apple M1", "applegpu_g13g", "M1", (14, 10, 6), 1),
-    ("Apple M1 Max", "applegpu_g13s", "M1", (14, 10, 7), 1),
-    ("Apple M1 Ultra", "applegpu_g13d", "M1", (32, 18, 12), 1),
-    ("Apple M2 Pro", "applegpu_g14s", "M2", (14, 10, 6), 1),
-    ("Apple M2 Ultra", "applegpu_g14d", "M2", (32, 18, 12), 1),
-    ("Apple M3", "applegpu_g15g", "M3", (13, 15, 13), 5),
-    ("Apple M3 Ultra", "applegpu_g15d", "M3", (32, 18, 12), 5),
-    ("Apple M4 Max", "applegpu_g16s", "M4", (13, 15, 13), 5),
-    ("Apple M5", "applegpu_g17g", "M5", (33, 25, 13), 5),
-    ("Apple A18 Pro", "applegpu_g17p", "A18", (33, 25, 13), 5),
-    ("Apple M6 Max", "applegpu_g18s", "M6", (33, 25, 13), 5),
-    ("Apple Paravirtual device", "air64_v27", "unknown", (18, 12, 10), 1),
+APPLE = [  # what mx.device_info says
+    ("Apple M1", "applegpu_g13g", "M1"),
+    ("Apple M1 Max", "applegpu_g13s", "M1"),
+    ("Apple M1 Ultra", "applegpu_g13d", "M1"),
+    ("Apple M2 Pro", "applegpu_g14s", "M2"),
+    ("Apple M2 Ultra", "applegpu_g14d", "M2"),
+    ("Apple M3", "applegpu_g15g", "M3"),
+    ("Apple M3 Ultra", "applegpu_g15d", "M3"),
+    ("Apple M4 Max", "applegpu_g16s", "M4"),
+    ("Apple M5", "applegpu_g17g", "M5"),
+    ("Apple A18 Pro", "applegpu_g17p", "A18"),
+    ("Apple M6 Max", "applegpu_g18s", "M6"),
+    ("Apple Paravirtual device", "air64_v27", "unknown"),
 ]
 
 
@@ -32,17 +33,13 @@ def apple(name, architecture):
     return machine_of({"device_name": name, "architecture": architecture}, "metal")
 
 
-@pytest.mark.parametrize("name, architecture, generation, limits, rows", APPLE)
-def test_apple_chips(name, architecture, generation, limits, rows):
+@pytest.mark.parametrize("name, architecture, generation", APPLE)
+def test_apple_chips(name, architecture, generation):
     machine = apple(name, architecture)
     products = machine.products
-    assert (machine.generation, products.matrix_from) == (generation, limits)
-    widths = [(2048, 2048), (2048, 4096), (4096, 14336)]
-    assert tuple(products.limit(*width) for width in widths) == limits
-    for rows_in_pass in (1, 2, 5):
-        assert products.kernel(rows_in_pass) == ("vector", -(-rows_in_pass // rows))
-    assert products.kernel(limits[2]) == ("matrix", 1)
-    assert products.kernel(33) == ("matrix", 2)
+    limit = MATRIX_FROM[architecture[-4:]][-1]
+    assert (machine.generation, products.matrix_from) == (generation, limit)
+    assert [products.num_tiles(rows) for rows in (limit - 1, limit, 33)] == [0, 1, 2]
     assert ("virtual Mac" in machine.advice) == ("Paravirtual" in name)
 
 
@@ -53,7 +50,8 @@ def test_apple_chips(name, architecture, generation, limits, rows):
 def test_cuda(architecture, seven, eight):
     info = {"device_name": "NVIDIA A card", "architecture": architecture}
     products = machine_of(info, "cuda").products
-    assert (products.kernel(7).kernel, products.kernel(8).kernel) == (seven, eight)
+    found = ["matrix" if products.num_tiles(rows) else "vector" for rows in (7, 8)]
+    assert found == [seven, eight]
     assert "MLX_CUDA_USE_CUDNN_SDPA=0" in products.advice
 
 
