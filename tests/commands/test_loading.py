@@ -88,8 +88,8 @@ DAMAGES = {
     "a list as config": ("config.json", lambda path: path.write_text("[]"), "no JSON object"),
     "bytes as config": ("config.json", lambda path: path.write_bytes(b"\xff\xfe"), "is not JSON"),
     "deep config": ("config.json", lambda p: p.write_text("[" * 100_000), "is not JSON"),
-    "cut weights": ("model-1.safetensors", cut, "damaged or cut short"),
-    "garbage weights": ("model-2.safetensors", lambda p: p.write_text("x" * 99), "damaged"),
+    "cut weights": ("model-1.safetensors", cut, "is cut off"),
+    "garbage weights": ("model-2.safetensors", lambda p: p.write_text("x" * 99), "cut off, or no safetensors file"),
     "a missing file": ("model-2.safetensors", lambda path: path.unlink(), "is missing"),
     "an empty index": (
         "model.safetensors.index.json", lambda p: p.write_text("{}"), "has no weight_map",
