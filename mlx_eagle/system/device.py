@@ -372,16 +372,6 @@ def prepare_device(is_exact: bool = False) -> None:
         print(CUDNN_OFF, file=sys.stderr)
 
 
-def settle_compiling() -> None:
-    """Let MLX find out now whether it can compile for this device.
-
-    On a CPU it runs the compiler to see that, once per process, before the first compiled
-    function; and as long as a process waits in C's ``system``, Ctrl-C is lost to it. A caller
-    that must not miss one begins with this.
-    """
-    mx.compile(lambda: None)()
-
-
 DTYPES = ("float32", "float16", "bfloat16")
 SHARE_OF_RAM = 0.75  # for weights and caches, where the system gives no limit
 FLOAT32 = (

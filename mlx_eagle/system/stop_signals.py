@@ -11,7 +11,7 @@ import socket
 import threading
 from types import FrameType
 
-from .device import settle_compiling
+import mlx.core as mx
 
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 
@@ -37,7 +37,9 @@ class StopSignals:
         self._before = {}
         if threading.current_thread() is not threading.main_thread():
             return self
-        settle_compiling()
+        # On a CPU MLX tries the compiler once, before the first compiled function; as long as the
+        # process waits for that, in C's ``system``, Ctrl-C is lost to it.
+        mx.compile(lambda: None)()
         self._reader, self._writer = socket.socketpair()
         for end in (self._reader, self._writer):
             end.setblocking(False)
