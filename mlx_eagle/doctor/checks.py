@@ -1,15 +1,15 @@
 """Checks of the doctor: machine, memory, files, known pairs, and expectations for a target.
 
-Each check returns its findings and raises nothing. ``expect`` loads no weights: the model is built
+Each check yields its findings and raises nothing. ``expect`` loads no weights: the model is built
 from its ``config.json``, and MLX computes no array before somebody asks for it.
 """
 
 import os
 import re
 import tempfile
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -63,75 +63,68 @@ DRAFT_STEP = HEAD_SHARE - 1
 """Plain steps that the head takes for one more token: it reads this share of the weights."""
 
 
-def check_machine() -> list[Finding]:
+def check_machine() -> Iterator[Finding]:
     """The chip, the gain to expect from drafting on it, and other work, if it is too much."""
     machine = this_machine()
     kind = {"metal": "Metal", "cuda": "CUDA", "cpu": "on its CPU"}[machine.backend]
     known = "" if machine.generation == "unknown" else f"{machine.generation}, "
-    name = f"{machine.name} ({known}{kind})"
-    found = [Finding("machine", name), Finding("drafting", machine.advice)]
-    note = load_note().removeprefix("Note: ")
-    return [*found, Finding("load", note, "note")] if note else found
+    yield Finding("machine", f"{machine.name} ({known}{kind})")
+    yield Finding("drafting", machine.advice)
+    if note := load_note():
+        yield Finding("load", note.removeprefix("Note: "), "note")
 
 
-def check_blas() -> list[Finding]:
+def check_blas() -> Iterator[Finding]:
     """The library that multiplies floats on a CPU."""
-    if mx.default_device() == mx.gpu:
-        return []
-    note = (blas_note() or "").removeprefix("Note: ")
-    return [Finding("BLAS", blas_name(), "problem" if note else "ok", note)]
+    if mx.default_device() == mx.cpu:
+        note = (blas_note() or "").removeprefix("Note: ")
+        yield Finding("BLAS", blas_name(), "problem" if note else "ok", note)
 
 
-def check_settings() -> list[Finding]:
+def check_settings() -> Iterator[Finding]:
     """Settings of MLX that decide here whether drafting gains, and whether float32 is exact."""
     machine = this_machine()
-    found = []
     if machine.backend == "cuda" and os.environ.get(CUDNN) != "0":
         remedy = (
             f"our commands set {CUDNN}=0 by themselves; in a program of yours, set it before the "
             "first attention, or every round waits for new cuDNN plans"
         )
-        found.append(Finding("cuDNN", f"{CUDNN} is not 0", "note", remedy))
+        yield Finding("cuDNN", f"{CUDNN} is not 0", "note", remedy)
     apple = re.fullmatch(r"M(\d+)", machine.generation)
     has_matrix_units = apple is not None and int(apple[1]) >= FIRST_WITH_TF32
     has_tf32 = machine.backend == "cuda" or (machine.backend == "metal" and has_matrix_units)
     if has_tf32 and os.environ.get(TF32) != "0":
         text = "float32 products of several rows keep 10 bits (TF32)"
         remedy = f"for token-identical text in float32, set {TF32}=0"
-        found.append(Finding("float32", text, "note", remedy))
-    return found
+        yield Finding("float32", text, "note", remedy)
 
 
-def check_memory() -> list[Finding]:
+def check_memory() -> Iterator[Finding]:
     """Memory in all, and on a Mac the part that may be wired (kept in place for the GPU)."""
     machine = this_machine()
     total, usable = memory(machine)
-    text = f"{total / GB:.1f} GB, {usable / GB:.1f} GB for weights and caches"
-    found = [Finding("memory", text)]
+    yield Finding("memory", f"{total / GB:.1f} GB, {usable / GB:.1f} GB for weights and caches")
     if machine.backend == "metal":
         limit = read_sysctl(WIRED)
         text = f"set to {limit} MB" if limit else f"{usable / GB:.1f} GB, macOS's own"
-        found.append(Finding("wired limit", f"{text} (sysctl {WIRED})"))
-    return found
+        yield Finding("wired limit", f"{text} (sysctl {WIRED})")
 
 
-def check_cache() -> Finding:
+def check_cache() -> Iterator[Finding]:
     """Whether converted heads can be kept."""
     folder = user_cache()
     nearest = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     try:
-        with tempfile.TemporaryFile(dir=nearest):
-            return Finding("cache", f"{folder} can be written")
+        tempfile.TemporaryFile(dir=nearest).close()
     except OSError as err:
         text = f"{folder} cannot be written ({err.strerror or err})"
-        remedy = (
-            "heads are converted again in every process: make it writable, or set HOME to a "
-            "folder that is"
-        )
-        return Finding("cache", text, "problem", remedy)
+        remedy = "heads are converted again in every process: make it writable, or set HOME to a "
+        yield Finding("cache", text, "problem", remedy + "folder that is")
+    else:
+        yield Finding("cache", f"{folder} can be written")
 
 
-def check_pairs() -> Finding:
+def check_pairs() -> Iterator[Finding]:
     """Targets of the table of pairs that fit into the memory, in 4 bits with their head."""
     machine = this_machine()
     fit, others = targets_within(memory(machine)[1])
@@ -140,13 +133,13 @@ def check_pairs() -> Finding:
         text += f", such as {', '.join(fit[-SHOWN_PAIRS:])}; mlx_eagle.generate --list shows all"
     if machine.backend == "cpu":
         text += ". On a CPU they run and do not gain: try the demo pair"
-    return Finding("known pairs", text)
+    yield Finding("known pairs", text)
 
 
 def check_all() -> list[Finding]:
     """Findings of all checks."""
     checks = (check_machine, check_packages, check_blas, check_settings, check_memory)
-    return [*chain(*(check() for check in checks)), check_cache(), check_pairs()]
+    return [found for check in (*checks, check_cache, check_pairs) for found in check()]
 
 
 def expect(
@@ -155,8 +148,8 @@ def expect(
     """Findings about a target and its draft model, named as for ``--model`` and the like.
 
     With ``context``, in tokens, also about the memory of such a text. On ``num_ranks`` machines
-    each has a part of the target. If one of them cannot be
-    found or built, that is a finding too; nothing is raised.
+    each has a part of the target. If one of them cannot be found or built, that is a finding too;
+    nothing is raised.
     """
     try:
         folder = locate(model, FILES)
@@ -166,19 +159,12 @@ def expect(
         built = build(config)
     except (OSError, ValueError) as err:
         return [Finding("model", " ".join(str(err).split()), "problem", "give another --model")]
-    machine = this_machine()
-    size = (
-        check_size(model, config, built)
-        if num_ranks == 1
-        else check_shard(config, built, num_ranks)
-    )
-    found = [size, check_caches(built), *check_passes(machine, built)]
-    found += check_precision(machine, config)
-    found += check_vocabulary(folder, built)
-    found.append(check_head(model, draft_model, built))
-    if context is not None:
-        found.append(check_context(built, draft_model, context))
-    return found
+    size = check_size(model, config, built)
+    if num_ranks > 1:
+        size = check_shard(config, built, num_ranks)
+    found = [size, check_caches(built), *check_passes(built), *check_precision(config)]
+    found += [*check_vocabulary(folder, built), check_head(model, draft_model, built)]
+    return [*found, check_context(built, draft_model, context)] if context is not None else found
 
 
 def build(config: dict[str, Any]) -> nn.Module:
@@ -305,58 +291,57 @@ def check_caches(model: nn.Module) -> Finding:
     return Finding("caches", f"{names}: drafts can be taken back")
 
 
-def check_passes(machine: Machine, model: nn.Module) -> list[Finding]:
+def check_passes(model: nn.Module) -> Iterator[Finding]:
     """Costs of passes of 2 to 8 rows by the table of machines, and the attention they take."""
+    machine = this_machine()
     weights = TargetWeights.of(model)
     if machine.products is None:
-        found = [Finding("passes", machine.advice)]
+        yield Finding("passes", machine.advice)
     else:
         known = weights.packing or weights.experts is not None or machine.products.dense_source
         unknown = "the weights are not packed, which the table of machines does not cover"
-        text = (
-            f"{speedup_words(machine, weights)} with a head, for tau of 2 to 3 at k = 3: computed "
-            "from the costs of passes, not measured"
+        yield Finding(
+            "passes", pass_words(machine, weights) if known else f"{unknown}: auto measures"
         )
-        passes = pass_words(machine, weights) if known else f"{unknown}: auto measures"
-        found = [Finding("passes", passes), Finding("speedup", text)]
+        yield Finding(
+            "speedup",
+            f"{speedup_words(machine, weights)} with a head, for tau of 2 to 3 at k = 3: computed "
+            "from the costs of passes, not measured",
+        )
     if weights.experts is not None:
-        found.append(Finding("experts", EXPECTED))
+        yield Finding("experts", EXPECTED)
     if machine.backend == "metal":
-        found += check_attention(model)
-    return found
+        yield from check_attention(model)
 
 
-def check_vocabulary(folder: Path, model: nn.Module) -> list[Finding]:
+def check_vocabulary(folder: Path, model: nn.Module) -> Iterator[Finding]:
     """A smaller vocabulary for drafts, where the first ids are the frequent ones."""
     num_tokens = sizes_of(model).vocab_size
     path = folder / "tokenizer.json"
     if num_tokens <= WORTH_IT or not path.is_file():
-        return []
-    try:
+        return
+    with suppress(ValueError):  # loading the target says what is wrong
         decoder = read_json(path).get("decoder")
-    except ValueError:
-        return []  # loading the target says what is wrong
-    if not isinstance(decoder, dict) or decoder.get("type") != "ByteLevel":
-        return []
-    text = (
-        f"{num_tokens} tokens by byte pairs: drafters that use the target's output matrix (MTP "
-        f"layers, DFlash, DSpark) read {USUAL_SHARE / num_tokens:.0%} of it with --draft-vocab "
-        f"{USUAL_SHARE}; measure both"
-    )
-    return [Finding("vocabulary", text)]
+        if isinstance(decoder, dict) and decoder.get("type") == "ByteLevel":
+            text = (
+                f"{num_tokens} tokens by byte pairs: drafters that use the target's output matrix "
+                f"(MTP layers, DFlash, DSpark) read {USUAL_SHARE / num_tokens:.0%} of it with "
+                f"--draft-vocab {USUAL_SHARE}; measure both"
+            )
+            yield Finding("vocabulary", text)
 
 
-def check_precision(machine: Machine, config: dict[str, Any]) -> list[Finding]:
+def check_precision(config: dict[str, Any]) -> Iterator[Finding]:
     """Another type for a target whose activations have one that the GPU emulates."""
+    machine = this_machine()
     text = text_config(config)
     dtype = text.get("torch_dtype") or text.get("dtype")
     if dtype == "float32" and config.get("quantization") and machine.backend == "cuda":
-        return [Finding("precision", PACKED_FLOAT32, "note", NO_TENSOR_CORES)]
-    if dtype != "bfloat16" or machine.generation not in EMULATES_BFLOAT16:
-        return []
-    found = f"activations in bfloat16, which an {machine.generation} emulates"
-    remedy = "try --dtype float16, also for plain decoding; it rounds otherwise, so it may change "
-    return [Finding("precision", found, "note", remedy + "the plain text, too")]
+        yield Finding("precision", PACKED_FLOAT32, "note", NO_TENSOR_CORES)
+    if dtype == "bfloat16" and machine.generation in EMULATES_BFLOAT16:
+        found = f"activations in bfloat16, which an {machine.generation} emulates"
+        remedy = "try --dtype float16, also for plain decoding; it rounds otherwise, so it may "
+        yield Finding("precision", found, "note", f"{remedy}change the plain text, too")
 
 
 def pass_words(machine: Machine, weights: TargetWeights) -> str:
@@ -397,25 +382,24 @@ def speedup_words(machine: Machine, weights: TargetWeights) -> str:
     return f"{low}x" if low == high else f"{low} to {high}x"
 
 
-def check_attention(model: nn.Module) -> list[Finding]:
+def check_attention(model: nn.Module) -> Iterator[Finding]:
     """The longest draft whose pass takes the fast attention kernel, for each size of heads."""
-    found = []
     for module in model.modules():
         args = getattr(module, "args", None) or getattr(module, "config", None)
         heads = getattr(args, "num_attention_heads", None)
-        if not isinstance(heads, int):
-            continue
-        keys = getattr(args, "num_key_value_heads", None) or heads
-        sizes = {getattr(args, "head_dim", None) or args.hidden_size // heads: keys}
-        if wide := getattr(args, "global_head_dim", None):  # Gemma 4's
-            sizes[wide] = getattr(args, "num_global_key_value_heads", None) or keys
-        for size, num in sizes.items():
-            rows = fused_rows(size, heads // num)
-            text = f"fused for passes of up to {rows} rows (k up to {rows - 1})"
-            text = text if rows > 1 else "no fused kernel for passes of 2 to 8 rows"
-            found.append(Finding("attention", f"heads of {size}: {text}"))
-        break
-    return found
+        if isinstance(heads, int):
+            break
+    else:
+        return
+    keys = getattr(args, "num_key_value_heads", None) or heads
+    sizes = {getattr(args, "head_dim", None) or args.hidden_size // heads: keys}
+    if wide := getattr(args, "global_head_dim", None):  # Gemma 4's
+        sizes[wide] = getattr(args, "num_global_key_value_heads", None) or keys
+    for size, num in sizes.items():
+        rows = fused_rows(size, heads // num)
+        text = f"fused for passes of up to {rows} rows (k up to {rows - 1})"
+        text = text if rows > 1 else "no fused kernel for passes of 2 to 8 rows"
+        yield Finding("attention", f"heads of {size}: {text}")
 
 
 def check_head(model_name: str, name: str | None, model: nn.Module) -> Finding:

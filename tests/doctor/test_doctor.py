@@ -399,7 +399,7 @@ def test_tf32_and_cudnn_are_named_where_they_matter(monkeypatch):
         assert [finding.name for finding in checks.check_settings()] == names
     monkeypatch.setenv("MLX_ENABLE_TF32", "0")
     monkeypatch.setenv("MLX_CUDA_USE_CUDNN_SDPA", "0")
-    assert checks.check_settings() == []
+    assert list(checks.check_settings()) == []
 
 
 def test_memory_and_wired_limit_of_a_mac(monkeypatch):
