@@ -84,16 +84,15 @@ def is_well(findings: Sequence[Finding]) -> bool:
 
 
 class Wanted(NamedTuple):
-    """Versions of a package: for pip, in words, and the one that tests ran with."""
+    """Versions of a package: the limits, for pip, and the one that tests ran with."""
 
     name: str
     limits: str
-    words: str
     tested: str
 
 
-MLX = Wanted("mlx", ">=0.32.4", "0.32.4 or newer", "0.32.4")
-MLX_LM = Wanted("mlx-lm", ">=0.32.2,<0.33", "0.32.2 or newer and older than 0.33", "0.32.2")
+MLX = Wanted("mlx", ">=0.32.4", "0.32.4")
+MLX_LM = Wanted("mlx-lm", ">=0.32.2,<0.33", "0.32.2")
 
 
 def find(name: str) -> Distribution | None:
@@ -111,7 +110,7 @@ def check_version(wanted: Wanted) -> Finding:
     if found is None:
         return Finding(wanted.name, "not installed", "problem", remedy)
     if found.version not in SpecifierSet(wanted.limits, prereleases=True):
-        text = f"{found.version}, expected {wanted.words}"
+        text = f"{found.version}, expected {wanted.limits}"
         return Finding(wanted.name, text, "problem", remedy)
     if Version(found.version) != Version(wanted.tested):
         return Finding(wanted.name, f"{found.version} (the tests ran with {wanted.tested})")
@@ -157,12 +156,6 @@ def check_system() -> Finding:
     return Finding("system", f"macOS {version}")
 
 
-def builds() -> dict[str, Distribution]:
-    """The installed packages with a build of MLX, by name."""
-    here = {name: find(name) for name in BUILDS}
-    return {name: found for name, found in here.items() if found is not None}
-
-
 def library() -> Path | None:
     """The ``libmlx`` that an import would load; None if there is none."""
     spec = find_spec("mlx")
@@ -173,43 +166,26 @@ def library() -> Path | None:
     return None
 
 
-def owner(path: Path) -> str | None:
-    """The installed build that a library belongs to, by its size; None if there is none."""
-    size = path.stat().st_size
-    for name, found in builds().items():
-        for file in found.files or ():
-            if file.name == path.name and file.size == size:
-                return name
-    return None
-
-
 def check_build() -> Finding:
-    """Whether one build of MLX is here, and the library is that build's."""
-    here = builds()
-    path = library()
+    """Whether one build of MLX is here, and its library."""
+    here = {name: found for name in BUILDS if (found := find(name)) is not None}
     anew = f"pip uninstall {' '.join(['mlx', *here])}, then {GET_MLX}"
-    if find("mlx") is None:
+    if (mlx := find("mlx")) is None:
         return Finding("MLX build", "none, as there is no MLX", "problem", GET_MLX)
-    if not here or path is None:
+    if not here or library() is None:
         text = "none: MLX is installed without a library to compute with"
         if here:
             text += f", for a part of {' and '.join(here)} was removed"
         return Finding("MLX build", text, "problem", anew if here else GET_MLX)
-    has = owner(path)
-    which = f"the library there is that of {has}" if has else "the library there is of neither"
     if len(here) > 1:
-        text = f"{' and '.join(here)} are installed over each other, and {which}"
+        text = f"{' and '.join(here)} are installed over each other"
         return Finding("MLX build", text, "problem", anew)
     ((name, found),) = here.items()
-    version = distribution("mlx").version
-    if found.version != version:
-        text = f"{name} {found.version} with mlx {version}, which do not belong together"
-        remedy = f"pip install --force-reinstall mlx=={version} {name}=={version}"
+    if found.version != mlx.version:
+        text = f"{name} {found.version} with mlx {mlx.version}, which do not belong together"
+        remedy = f"pip install --force-reinstall mlx=={mlx.version} {name}=={mlx.version}"
         return Finding("MLX build", text, "problem", remedy)
-    text = f"{name} {found.version} ({BUILDS[name]})"
-    if has is None:
-        return Finding("MLX build", f"{text}; {path.name} is not the one it came with", "note")
-    return Finding("MLX build", text)
+    return Finding("MLX build", f"{name} {found.version} ({BUILDS[name]})")
 
 
 def check_import() -> Finding:
