@@ -29,7 +29,6 @@ from .commands.flags import (
     check_arguments,
     grammar_options,
     load_pair,
-    read_schema,
     text_options,
 )
 from .decoding.setup import AUTO
@@ -241,7 +240,6 @@ def answer(ui: UI, conversation: Conversation, question: str) -> None:
 def run(args: argparse.Namespace) -> None:
     """Chat as the flags say."""
     check_arguments(args)
-    schema = read_schema(args)
     mx.random.seed(args.seed)
     tokenizer_config = {"trust_remote_code": args.trust_remote_code}
     model, tokenizer, drafter = load_pair(args, tokenizer_config)
@@ -249,7 +247,7 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(
             f"{args.model} has no chat template: use a chat model, or mlx_eagle.generate."
         )
-    grammar = grammar_options(args, schema, tokenizer)
+    grammar = grammar_options(args, tokenizer)
     look = UI if sys.stdout.isatty() else PlainUI
     with look(args, drafter) as ui:
         converse(ui, Conversation(args, model, tokenizer, drafter, grammar))

