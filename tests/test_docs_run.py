@@ -49,7 +49,7 @@ from transformers import PreTrainedTokenizerFast
 from mlx_eagle.bench.conditions import DEMO_NAMES
 from mlx_eagle.convert import convert
 from mlx_eagle.demo import pair as demo
-from mlx_eagle.doctor.self_test import Section, attention_section
+from mlx_eagle.doctor.self_test import Section, sections
 from mlx_eagle.drafters.pairs import PAIRS
 
 TARGETS: dict[str, Callable[..., nn.Module]] = {
@@ -226,7 +226,7 @@ class Reader:
     def doctor(self, words: list[str]) -> None:
         """With a part or two of the self-test, and no word on the BLAS of the tests' machine."""
         self.patch.setattr("mlx_eagle.doctor.checks.blas_note", lambda: None)
-        whole = attention_section()
+        whole = sections(Path())[0]
         short = [Section(whole.title, whole.header, whole.parts[:2])]
         self.patch.setattr("mlx_eagle.doctor.__main__.sections", lambda file: short)
         out = self.run(words)

@@ -47,7 +47,7 @@ def run(pair, monkeypatch, capsys):
         return pair
 
     monkeypatch.setattr(flags, "load_demo", load_demo)
-    monkeypatch.setattr(flags, "prepare_device", lambda: None)
+    monkeypatch.setattr(flags, "prepare_device", lambda *_: None)
 
     def command(*args: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["mlx_eagle.generate", *args])

@@ -142,7 +142,7 @@ def run(monkeypatch, capsys):
     opened = []
     demo = ("demo model", "demo tokenizer", DemoHead("demo head"))
     monkeypatch.setattr(flags, "load", lambda name, *_, **__: (name, "tokenizer"))
-    monkeypatch.setattr(flags, "prepare_device", lambda: None)
+    monkeypatch.setattr(flags, "prepare_device", lambda *_: None)
     monkeypatch.setattr(flags, "load_demo", lambda **_: demo)
     monkeypatch.setattr(flags, "find_drafter", lambda *_: None)
     monkeypatch.setattr(flags, "expert_layers", lambda model: [])
