@@ -40,15 +40,13 @@ from .folder import (
     FolderConfig,
     Size,
     check_tensors,
-    fill,
-    quantize_as_stored,
+    read_module,
     read_weights,
     rows_of,
     shapes_of,
 )
 from .head import Projection, with_all_rows
 from .kind import LoadOptions, Tensor, Tensors
-from .quantize import quantize_now
 from .target_parts import TargetSizes, activation_dtype, find_embedding, sizes_of
 
 SLIDING = "sliding_attention"
@@ -469,17 +467,13 @@ def load(
     made.check_fit(sizes_of(model))
     weights = read_weights(folder)
     ordering = weights.pop(ORDERING, None)
-    head = Assistant(made)
-    quantization = config.get("quantization")
-    if quantization:
-        quantize_as_stored(head, weights, quantization)
-    fill(head, weights)
+    dtype = activation_dtype(find_embedding(model)[0])
+    stored = config.get("quantization")
+    head = read_module(partial(Assistant, made), weights, stored, options, dtype)
     if made.num_centroids:
         if ordering is None or ordering.shape != (made.vocab_size,):
             raise ValueError(
                 f"the head's model.safetensors lacks {ORDERING}: convert the head again."
             )
         head.set_clusters(ordering)
-    quantize_now(head, quantization, options.quantization())
-    head.set_dtype(options.dtype or activation_dtype(find_embedding(model)[0]))
     return AssistantDrafter(head, model)

@@ -26,19 +26,11 @@ from .base import Draft, Drafter, Pick, PickChildren, Picks, row_at
 from .batch_drafter import HeadBatchDrafter
 from .block_config import BlockConfig, bare_name, config_from, known_tensors, readings
 from .feature_drafter import FeatureDrafter
-from .folder import (
-    building,
-    check_tensors,
-    fill,
-    quantize_as_stored,
-    read_weights,
-    shapes_of,
-)
+from .folder import check_tensors, read_module, read_weights, shapes_of
 from .head import GATED, capped
 from .head_cache import check_window
 from .head_weights import draft_ids
 from .kind import Kind, LoadOptions, Tensors
-from .quantize import quantize_now
 from .target_parts import activation_dtype, embedding_scale, find_embedding, lm_head_of, sizes_of
 from .tree import Tree, check_tree_width
 
@@ -481,17 +473,14 @@ def load(
     sizes = sizes_of(model)
     config.check_fit(sizes)
     weights = read_weights(folder)
-    to_target = draft_ids(weights.pop("d2t", None), config, sizes.vocab_size)
-    with building("drafter", "it"):
-        head = make_head(config)
-        if stored := values.get("quantization"):
-            quantize_as_stored(head, weights, stored)
-    fill(head, weights)
-    quantize_now(head, stored, options.quantization(), head.never_quantized)
+    offsets = weights.pop("d2t", None)
+    to_target = draft_ids(offsets, config.draft_vocab_size, config.has_d2t, sizes.vocab_size)
     embedding, _ = find_embedding(model)
     dtype = activation_dtype(embedding)
     dtype = make_head.for_float16 if dtype == mx.float16 else dtype
-    head.set_dtype(options.dtype or dtype)
+    stored = values.get("quantization")
+    make = partial(make_head, config)
+    head = read_module(make, weights, stored, options, dtype, make_head.never_quantized)
     table = head.embed_tokens if config.embed_source == "file" else embedding
     scale = config.embed_scale * (embedding_scale(model) if config.scales_as_target else 1.0)
     project = head.lm_head if config.lm_head_source == "file" else lm_head_of(model, embedding)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, Self, get_args
+from typing import Annotated, Any, Self, TypeVar, get_args
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -18,7 +18,8 @@ from ..system.cli_values import GROUP_SIZES, QUANTIZED_BITS
 from ..system.fields import BOOL, OBJECT, TEXT, FieldType, Table, check, is_whole, shown, whole
 from ..system.json_file import read_object
 from ..system.safetensors import read_header
-from .kind import Tensors
+from .kind import LoadOptions, Tensors
+from .quantize import quantize_now
 from .target_parts import TargetSizes
 
 BITS = FieldType("2, 3, 4, 5, 6 or 8", lambda v: is_whole(v) and v in QUANTIZED_BITS)
@@ -33,6 +34,7 @@ FOLDER: Table = {
 }
 """Keys of every ``config.json`` of a converted folder, besides its kind's own fields."""
 FLOATS = (mx.float16, mx.bfloat16, mx.float32)
+Built = TypeVar("Built", bound=nn.Module)
 
 
 def read_config(folder: Path, kinds: Collection[str] = ("eagle3",)) -> dict[str, Any]:
@@ -165,17 +167,36 @@ def check_tensors(shapes: Mapping[str, tuple[int, ...]], tensors: Tensors) -> No
 
 
 @contextmanager
-def building(what: str, again: str) -> Iterator[None]:
-    """Turn errors that MLX raises for a bad config into a ValueError.
-
-    Its message says that ``what`` cannot be built, and to convert ``again`` again.
-    """
+def building() -> Iterator[None]:
+    """Turn errors that MLX raises for a bad config into a ValueError."""
     try:
         yield
     except (ArithmeticError, KeyError, TypeError, ValueError) as err:
         raise ValueError(
-            f"no {what} can be built as its config.json says ({err}): convert {again} again."
+            f"no head can be built as its config.json says ({err}): convert or fetch it again."
         ) from err
+
+
+def read_module(
+    make: Callable[[], Built],
+    weights: dict[str, mx.array],
+    stored: Mapping[str, Any] | None,
+    options: LoadOptions,
+    dtype: mx.Dtype,
+    never_quantized: tuple[str, ...] = (),
+    stored_name: Callable[[str], str] = str,
+) -> Built:
+    """The module that ``make`` builds, filled, and packed as ``stored`` or the options say.
+
+    It computes in ``dtype`` unless these name another. Raises ValueError where something is wrong.
+    """
+    with building():
+        module = make()
+        quantize_as_stored(module, weights, stored or {}, stored_name)
+    fill(module, weights)
+    quantize_now(module, stored, options.quantization(), never_quantized)
+    module.set_dtype(options.dtype or dtype)
+    return module
 
 
 def fill(module: nn.Module, weights: dict[str, mx.array]) -> None:
@@ -199,17 +220,18 @@ def quantize_as_stored(
 ) -> None:
     """Quantize each layer of ``module`` that ``weights`` have scales for, as its entry says.
 
-    ``stored_name`` tells under which path ``quantization`` speaks of a layer.
+    ``stored_name`` tells under which path ``quantization`` speaks of a layer. Raises ValueError
+    where it does not.
     """
-    default = {k: quantization[k] for k in PACKING}
-    for path, entry in quantization.items():
-        if path not in PACKING and entry is not False:
-            check({path: entry}, {path: PACKING}, "quantization")
+    usual = {k: v for k, v in quantization.items() if k in (*PACKING, "mode")}
 
     def params(path: str, _: nn.Module) -> bool | dict[str, Any]:
         if f"{path}.scales" not in weights:
             return False
-        entry: dict[str, Any] = quantization.get(stored_name(path), default)
-        return entry
+        entry = quantization.get(stored_name(path), usual)
+        check({path: entry}, {path: PACKING}, "quantization")
+        if "bits" not in entry:
+            raise ValueError(f"{path} is packed, but nothing says how")
+        return dict(entry)
 
     nn.quantize(module, class_predicate=params)

@@ -2,8 +2,9 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -13,10 +14,9 @@ from ..system.hub import locate
 from ..target_model.masks_and_ropes import evaluate_ropes
 from .base import index_of
 from .config import Eagle3Config
-from .folder import building, fill, quantize_as_stored, read_config, read_weights
+from .folder import building, read_config, read_module, read_weights
 from .head import Eagle3Head
 from .kind import LoadOptions
-from .quantize import quantize_now
 from .target_parts import activation_dtype, find_embedding, lm_head_of, rows_of_lm_head, sizes_of
 
 INTEGERS = (mx.int8, mx.int16, mx.int32, mx.int64)
@@ -98,7 +98,7 @@ def stored_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
 
     Raises ValueError where there is no such head.
     """
-    with building("head", "the head"):
+    with building():
         head = Eagle3Head(config)
     arrays: Any = tree_flatten(head.parameters())
     stored = split_weights(dict(arrays), config)
@@ -108,27 +108,23 @@ def stored_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
 
 
 def build_head(
-    config: Eagle3Config, weights: dict[str, mx.array], quantization: dict[str, Any] | None
+    config: Eagle3Config,
+    weights: dict[str, mx.array],
+    quantization: dict[str, Any] | None,
+    options: LoadOptions,
+    dtype: mx.Dtype,
 ) -> Eagle3Head:
     """The head with its weights in place; raise ValueError naming what is missing."""
-    _check_layers(config, weights)
-    with building("head", "the head"):
-        weights = fuse_weights(weights, config.num_layers, config)
-        head = Eagle3Head(config)
-        if quantization:
-            quantize_as_stored(head, weights, quantization, _stored_name)
-    fill(head, weights)
-    return head
-
-
-def _check_layers(config: Eagle3Config, weights: dict[str, mx.array]) -> None:
-    """Raise ValueError unless the file has as many layers as the config says."""
     layers = {name.split(".")[1] for name in weights if name.startswith("layers.")}
     if len(layers) != config.num_layers:
         raise ValueError(
             f"the head's model.safetensors has {len(layers)} layers, its config.json says "
             f"{config.num_layers}: convert the head again."
         )
+    with building():
+        weights = fuse_weights(weights, config.num_layers, config)
+    make = partial(Eagle3Head, config)
+    return read_module(make, weights, quantization, options, dtype, stored_name=_stored_name)
 
 
 def _stored_name(path: str) -> str:
@@ -178,13 +174,13 @@ def attach_head(
     weights = read_weights(folder)
     embedding, _ = find_embedding(model)
     sizes = sizes_of(model)
-    to_target = draft_ids(weights.pop("d2t", None), config, sizes.vocab_size)
+    offsets = weights.pop("d2t", None)
+    to_target = draft_ids(offsets, config.draft_vocab_size, config.has_d2t, sizes.vocab_size)
     config.check_fit(sizes)
     if config.lm_head_source == "target_rows" and to_target is not None:
         weights.update(rows_of_lm_head(model, embedding, to_target))
-    head = build_head(config, weights, values.get("quantization"))
-    quantize_now(head, values.get("quantization"), options.quantization())
-    head.set_dtype(options.dtype or activation_dtype(embedding))
+    dtype = activation_dtype(embedding)
+    head = build_head(config, weights, values.get("quantization"), options, dtype)
     embed = head.embed_tokens if config.embed_source == "file" else embedding
     if config.lm_head_source == "target":
         head.share_lm_head(lm_head_of(model, embedding))
@@ -193,34 +189,21 @@ def attach_head(
     return AttachedHead(head, embed, config.taps(sizes.num_layers), to_target)
 
 
-class DraftVocabulary(Protocol):
-    """Config of any drafter whose draft ids are a part of the target's vocabulary."""
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def draft_vocab_size(self) -> int: ...
-
-    @property
-    def has_d2t(self) -> bool: ...
-
-
 def draft_ids(
-    offsets: mx.array | None, config: DraftVocabulary, vocab_size: int
+    offsets: mx.array | None, num_drafted: int, has_d2t: bool, vocab_size: int
 ) -> mx.array | None:
     """Target id of every draft id, (Vd,) int32, from the stored offsets; None for identity."""
     if offsets is None:
-        if config.has_d2t:
+        if has_d2t:
             raise ValueError(
-                f"the head drafts {config.draft_vocab_size} of {config.vocab_size} tokens but "
-                "its d2t table is missing: convert it again."
+                f"the head drafts {num_drafted} of {vocab_size} tokens but its d2t table is "
+                "missing: convert it again."
             )
         return None
-    if offsets.dtype not in INTEGERS or offsets.shape != (config.draft_vocab_size,):
+    if offsets.dtype not in INTEGERS or offsets.shape != (num_drafted,):
         raise ValueError(
             f"the head's d2t table is {tuple(offsets.shape)} of {offsets.dtype}, expected "
-            f"{config.draft_vocab_size} whole numbers: convert the head again."
+            f"{num_drafted} whole numbers: convert the head again."
         )
     ids = offsets.astype(mx.int64) + mx.arange(offsets.shape[0], dtype=mx.int64)
     low = index_of(ids.min())

@@ -15,7 +15,15 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..system.fields import BOOL, OBJECT, TEXT, Table, check, shown
-from .folder import PACKING, SIZE, fault_in, read_weights, shapes_of
+from .folder import (
+    PACKING,
+    SIZE,
+    building,
+    fault_in,
+    quantize_as_stored,
+    read_weights,
+    shapes_of,
+)
 from .kind import LoadOptions, Tensor, Tensors
 from .mtp_drafter import MTPDrafter, MTPHead, MTPSteps, SteppedMTPDrafter
 from .mtp_layers import (
@@ -126,7 +134,10 @@ def _drafter_of(
     if family.zero_centred:
         own = each_step(own, lambda part: with_final_norms(part, target))
     head = make_mtp_head(target, own)
-    _quantize(head, own, quantization)
+    with building():
+        quantize_as_stored(
+            head, own, quantization, lambda path: path if path in quantization else f"mtp.{path}"
+        )
     _check(head, own, family)
     head.load_weights(list(own.items()))
     head.set_dtype(dtype or activation_dtype(find_embedding(target)[0]))
@@ -136,24 +147,6 @@ def _drafter_of(
     if isinstance(head, MTPSteps):
         return SteppedMTPDrafter(head, target)
     return MTPDrafter(head, target)
-
-
-def _quantize(head: nn.Module, weights: Weights, quantization: Mapping[str, Any]) -> None:
-    """Pack the modules that ``weights`` have scales for, as the config says of each."""
-    usual = {k: v for k, v in quantization.items() if k in ("group_size", "bits", "mode")}
-
-    def packing(path: str, _: nn.Module) -> bool | dict[str, Any]:
-        if f"{path}.scales" not in weights:
-            return False
-        entry = quantization.get(path, quantization.get(f"mtp.{path}", usual))
-        if not isinstance(entry, Mapping) or "bits" not in entry:
-            raise ValueError(
-                f"the MTP layer's {path} is packed, but its config.json says not how: fetch the "
-                "folder again."
-            )
-        return dict(entry)
-
-    nn.quantize(head, class_predicate=packing)
 
 
 def _check(head: nn.Module, weights: Weights | dict[str, Tensor], family: MTPFamily) -> None:

@@ -7,6 +7,7 @@ from mlx_lm.models.cache import KVCache
 
 from mlx_eagle.drafters.config import Eagle3Config
 from mlx_eagle.drafters.head_weights import build_head
+from mlx_eagle.drafters.kind import LoadOptions
 
 H, RANK, QUERY, NOPE, ROPE, VALUE, HEADS = 64, 64, 32, 12, 8, 32, 2
 CONFIG = Eagle3Config(
@@ -62,7 +63,8 @@ def test_packed_equals_dequantized():
     features, embeddings = mx.random.normal((7, 3 * H)), mx.random.normal((7, H))
 
     def run(weights: dict, quantization: dict | None) -> np.ndarray:
-        head, cache = build_head(CONFIG, dict(weights), quantization), [KVCache()]
+        head = build_head(CONFIG, dict(weights), quantization, LoadOptions(), mx.float32)
+        cache = [KVCache()]
         states = [head(embeddings[:5], head.fuse(features[:5]), cache)]
         states += [head(embeddings[i : i + 1], states[-1][-1:], cache) for i in (5, 6)]
         assert cache[0].offset == 7
