@@ -1,7 +1,6 @@
 """Earlier answers of a server, from which other requests of the same scope may copy."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from threading import Lock
 
 import numpy as np
@@ -15,15 +14,6 @@ LEAST_LENGTH = 4  # tokens that a match in another answer must have
 MOST_SCOPES = 16
 
 
-@dataclass
-class _ScopeAnswers:
-    """The answers of one scope, the oldest first, a gap behind each."""
-
-    text: SeenText = field(default_factory=SeenText)
-    ranks: list[int] = field(default_factory=list)  # the place of each among all answers added
-    lengths: list[int] = field(default_factory=list)  # with the gap
-
-
 class EarlierAnswers:
     """At most ``bound`` tokens of answers, by scope; to be used from any thread.
 
@@ -33,8 +23,9 @@ class EarlierAnswers:
 
     def __init__(self, bound: int):
         self.bound = bound
-        self._scopes: dict[Scope, _ScopeAnswers] = {}  # the one used last at the end
-        self._num_added = 0
+        # The answers of each scope, a gap behind each; the scope that was used last at the end.
+        self._scopes: dict[Scope, SeenText] = {}
+        self._order: list[Scope] = []  # of all answers, the oldest first
         self._lock = Lock()
 
     @property
@@ -45,17 +36,15 @@ class EarlierAnswers:
 
     def add(self, scope: Scope, tokens: Sequence[int]) -> None:
         """Keep an answer that has ended, if it is long enough and fits the bound."""
-        length = len(tokens) + 1
-        if len(tokens) < LEAST_ANSWER or length > self.bound:
+        if not LEAST_ANSWER <= len(tokens) < self.bound:
             return
         with self._lock:
-            kept = self._use(scope)
-            kept.text.extend([*tokens, GAP])
-            kept.lengths.append(length)
-            kept.ranks.append(self._num_added)
-            self._num_added += 1
-            while len(self._scopes) > MOST_SCOPES:
-                del self._scopes[next(iter(self._scopes))]
+            self._use(scope).extend([*tokens, GAP])
+            self._order.append(scope)
+            if len(self._scopes) > MOST_SCOPES:
+                unused = next(iter(self._scopes))
+                del self._scopes[unused]
+                self._order = [each for each in self._order if each != unused]
             while self._count() > self.bound:
                 self._drop_oldest()
 
@@ -64,24 +53,22 @@ class EarlierAnswers:
         with self._lock:
             if scope not in self._scopes:
                 return NO_MATCH
-            found = self._use(scope).text.match(size, end)
+            found = self._use(scope).match(size, end)
         if found.length < LEAST_LENGTH or not found.tokens:
             return NO_MATCH
         return TextMatch(found.length, found.tokens, is_answer=True)
 
-    def _use(self, scope: Scope) -> _ScopeAnswers:
+    def _use(self, scope: Scope) -> SeenText:
         """The answers of a scope, which is the one used last now."""
-        kept = self._scopes.pop(scope, None) or _ScopeAnswers()
-        self._scopes[scope] = kept
-        return kept
+        self._scopes[scope] = self._scopes.pop(scope, SeenText())
+        return self._scopes[scope]
 
     def _count(self) -> int:
-        return sum(len(kept.text) for kept in self._scopes.values())
+        return sum(map(len, self._scopes.values()))
 
     def _drop_oldest(self) -> None:
-        scope = min(self._scopes, key=lambda scope: self._scopes[scope].ranks[0])
-        kept = self._scopes[scope]
-        kept.text.drop_first(kept.lengths.pop(0))
-        del kept.ranks[0]
-        if not kept.ranks:
+        scope = self._order.pop(0)
+        answers = self._scopes[scope]
+        answers.drop_first(1 + int(np.argmax(answers.tokens == GAP)))
+        if not len(answers):
             del self._scopes[scope]
