@@ -13,7 +13,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,15 @@ class TargetSizes:
             raise ValueError(
                 f"the {what} was made for a target of hidden size {hidden_size}, but this "
                 f"target's is {self.hidden_size}: use the one made for this model."
+            )
+
+    def check_vocabulary(self, what: str, vocab_size: int, mask_token_id: int | None) -> None:
+        """Raise ValueError where ``what`` has another vocabulary, or masks with no token of it."""
+        if not self.is_padded_as(vocab_size) or (mask_token_id or 0) >= self.vocab_size:
+            masks = "" if mask_token_id is None else f" and masks with token {mask_token_id}"
+            raise ValueError(
+                f"the {what} was made for a vocabulary of {vocab_size} tokens{masks}, but the "
+                f"target's has {self.vocab_size}: use the one made for this model."
             )
 
     def is_padded_as(self, vocab_size: int) -> bool:
@@ -153,25 +162,8 @@ PART_BYTES = 32_000_000  # asked for at once, and lost where a connection breaks
 IsWanted = Callable[[str], bool]
 
 
-@dataclass
-class Search:
-    """The way from a target to the checkpoint that has wanted tensors."""
-
-    looked: list[str] = field(default_factory=list)
-    """Where it was looked, the target first; where they were found last."""
-
-    names: list[str] = field(default_factory=list)
-    """The files there that hold them; [] where the way ended without."""
-
-    tuned: str | None = None
-    """The first of them whose base has other weights: a fine-tune, no conversion."""
-
-    end: str = ""
-    """Why it goes no further, a part of a sentence."""
-
-    @property
-    def source(self) -> str:
-        return self.looked[-1]
+class LayersMissing(ValueError):
+    """Neither a target nor a model that it was made from holds the wanted tensors."""
 
 
 def take_tensors(source: str, is_wanted: IsWanted) -> dict[str, mx.array]:
@@ -181,55 +173,54 @@ def take_tensors(source: str, is_wanted: IsWanted) -> dict[str, mx.array]:
     that its card or config names as its base, with a warning where that has other weights. Raises
     ValueError where no one has any.
     """
-    found = search(source, is_wanted)
-    if not found.names:
-        has = "holds" if len(found.looked) == 1 else "hold"
-        raise ValueError(
-            f"{' and '.join(found.looked)} {has} no MTP layers, and {found.end}: mlx-lm leaves "
-            "them out where it converts a model, so give the checkpoint as published as --model, "
-            "or name a folder of MTP layers or another drafter."
-        )
-    if found.tuned is not None:
+    holder, names, tuned = search(source, is_wanted)
+    if tuned is not None:
         warnings.warn(
-            f"the MTP layers are those of {found.source}, for {found.tuned}, which was tuned from "
-            "it, has none: fewer drafts may be accepted.",
+            f"the MTP layers are those of {holder}, for {tuned}, which was tuned from it, has "
+            "none: fewer drafts may be accepted.",
             stacklevel=2,
         )
-    return read_tensors(fetch_files(found.source, found.names, is_wanted), is_wanted)
+    return read_tensors(fetch_files(holder, names, is_wanted), is_wanted)
 
 
 def holder_of(source: str, is_wanted: IsWanted) -> str | None:
     """The checkpoint that ``take_tensors`` would take from; no weights are read or fetched."""
-    found = search(source, is_wanted)
-    return found.source if found.names else None
+    try:
+        return search(source, is_wanted)[0]
+    except LayersMissing:
+        return None
 
 
-def search(source: str, is_wanted: IsWanted) -> Search:
-    """Look into a model, and the one that it was made from, until one has wanted tensors."""
-    found = Search()
+def search(source: str, is_wanted: IsWanted) -> tuple[str, list[str], str | None]:
+    """The model that has wanted tensors, ``source`` or one it was made from, and their files.
+
+    The last of the three is the first model on the way whose base has other weights: a fine-tune,
+    no conversion. Raises LayersMissing where the way ends without.
+    """
+    looked: list[str] = []
+    tuned: str | None = None
     name: str | None = source
-    while name is not None:
-        found.looked.append(name)
+    while name is not None and name not in looked and len(looked) <= MOST_STEPS:
+        looked.append(name)
         try:
-            found.names = find_shards(name, is_wanted)
-            base, is_same = (None, True) if found.names else made_from(name)
+            if names := find_shards(name, is_wanted):
+                return name, names, tuned
+            base, is_same = made_from(name)
         except ValueError as err:
-            if len(found.looked) == 1:
+            if len(looked) == 1:
                 raise
-            raise ValueError(f"{found.looked[-2]} was made from {name}, and {err}") from err
-        if found.names:
-            break
-        if base is None:
-            found.end = f"{name} names no model that it was made from"
-        elif base in found.looked:
-            found.end = f"{name} names {base} as the model that it was made from"
-        elif len(found.looked) > MOST_STEPS:
-            found.end = f"{base}, which {name} was made from, is not looked into"
-        if found.end:
-            break
-        found.tuned = found.tuned or (None if is_same else name)
+            raise ValueError(f"{looked[-2]} was made from {name}, and {err}") from err
+        if base is not None and not is_same:
+            tuned = tuned or name
         name = base
-    return found
+    end = f"{looked[-1]} names no other model that it was made from"
+    if name is not None and name not in looked:
+        end = f"{name}, which {looked[-1]} was made from, is not looked into"
+    raise LayersMissing(
+        f"{' and '.join(looked)} {'holds' if len(looked) == 1 else 'hold'} no MTP layers, and "
+        f"{end}: mlx-lm leaves them out where it converts a model, so give the checkpoint as "
+        "published as --model, or name a folder of MTP layers or another drafter."
+    )
 
 
 def find_shards(source: str, is_wanted: IsWanted, revision: str | None = None) -> list[str]:
@@ -247,11 +238,10 @@ def find_shards(source: str, is_wanted: IsWanted, revision: str | None = None) -
         shards = sorted(folder.glob("*.safetensors"))
         return [shard.name for shard in shards if any(map(is_wanted, read_header(shard)))]
     try:
-        return (
-            [SINGLE] if any(map(is_wanted, _remote_header(source, SINGLE, folder.name)[0])) else []
-        )
+        names = _remote_header(source, SINGLE, folder.name)[0]
     except FileMissing:
         return []  # it has none, or is another format
+    return [SINGLE] if any(map(is_wanted, names)) else []
 
 
 def fetch_files(
