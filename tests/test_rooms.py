@@ -214,7 +214,7 @@ def test_nothing_is_left_over():
     assert {module: names for module, names in unused.items() if names} == {}
 
 
-INTERFACE = {"base", "tree", "acceptance_stats", "batch_drafter", "copies", "seen_text"}
+INTERFACE = {"base", "tree", "acceptance_stats", "copies", "seen_text"}
 
 
 def test_drafters_are_known_by_their_interface():

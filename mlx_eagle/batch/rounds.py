@@ -21,8 +21,7 @@ from ..decoding.loop import MOST_FORCED, Controller, Pipeline
 from ..decoding.processors import ask_grammars
 from ..decoding.round_costs import costs_of
 from ..drafters.acceptance_stats import CopySeen
-from ..drafters.base import Draft, Drafter, PendingPairs
-from ..drafters.batch_drafter import make_batch_drafter
+from ..drafters.base import BatchDrafter, Draft, Drafter, PendingPairs
 from ..drafters.seen_text import TextMatch
 from ..drafters.tree import PLAIN, DraftPlan, DraftShape, chains_for
 from ..system.device import fused_rows
@@ -87,7 +86,7 @@ class Batch:
         self.requests: list[Request] = []
         self.controller = controller
         self._caches = RaggedCaches(batch_mask_axes(model))
-        self._drafts = make_batch_drafter(draft_model)
+        self._drafts = draft_model.batch_drafter() or BatchDrafter()
         self._keep_caches = keep_caches
         self._stream = stream
         with mx.stream(stream):

@@ -6,7 +6,7 @@ the position of the newest token, however many tokens are drafted. What a drafte
 to the next is a state as wide as the target's.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,8 +19,6 @@ from mlx_lm.models import gemma4_text
 
 from ..system.fields import (
     BOOL,
-    OBJECT,
-    TEXT,
     Table,
     check,
     list_of,
@@ -30,9 +28,8 @@ from ..system.fields import (
     whole,
 )
 from ..target_model.cache_view import CacheView
-from ..target_model.masks_and_ropes import evaluate_ropes
 from ..target_model.ragged import RaggedCaches
-from .base import Draft, Pick, Picks, row_at, start_early
+from .base import Draft, Pick, row_at, start_early
 from .batch_drafter import HeadBatchDrafter
 from .feature_drafter import FeatureDrafter
 from .folder import (
@@ -60,20 +57,18 @@ ROPE: Table = {
 }
 ROPES: Table = {SLIDING: ROPE, FULL: ROPE}
 PUBLISHED: Table = {
-    "backbone_hidden_size": SIZE,
     "use_ordered_embeddings": BOOL,
     "centroid_intermediate_top_k": SIZE,
     "tie_word_embeddings": BOOL,
-    "text_config": OBJECT,
+    "text_config": {"layer_types": LAYER_TYPES},
 }
-TEXT_PART: Table = {
-    "layer_types": LAYER_TYPES,
-    "rms_norm_eps": number_above(0, 1),
-    "rope_parameters": ROPES,
-    "head_dim": SIZE,
-    "global_head_dim": SIZE,
-    "hidden_activation": TEXT,
+KNOWN = {
+    "hidden_activation": "gelu_pytorch_tanh",
+    "enable_moe_block": False,
+    "use_double_wide_mlp": False,
+    "hidden_size_per_layer_input": 0,
 }
+"""Keys of a published text_config, and the one value that an assistant has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,21 +127,15 @@ class AssistantConfig(FolderConfig):
 
     def layer_args(self) -> gemma4_text.ModelArgs:
         """Arguments of mlx-lm's layers, all of which read keys and values of other layers."""
-        return gemma4_text.ModelArgs(
-            hidden_size=self.hidden_size,
-            num_hidden_layers=len(self.layer_types),
-            num_kv_shared_layers=len(self.layer_types),
-            intermediate_size=self.intermediate_size,
-            num_attention_heads=self.num_heads,
-            head_dim=self.head_dim,
-            global_head_dim=self.global_head_dim,
-            layer_types=list(self.layer_types),
-            rope_parameters=self.rope_parameters,
-            rms_norm_eps=self.rms_norm_eps,
-            vocab_size=self.vocab_size,
-            hidden_size_per_layer_input=0,
-            use_double_wide_mlp=False,
-        )
+        others = {
+            "num_hidden_layers": len(self.layer_types),
+            "num_kv_shared_layers": len(self.layer_types),
+            "num_attention_heads": self.num_heads,
+            "layer_types": list(self.layer_types),
+            "hidden_size_per_layer_input": 0,
+            "use_double_wide_mlp": False,
+        }
+        return gemma4_text.ModelArgs.from_dict(self.to_dict() | others)
 
 
 Rows = Mapping[str, tuple[mx.array, mx.array, mx.array | None]]
@@ -226,10 +215,15 @@ class AssistantDrafter(FeatureDrafter):
         self._embed, _ = find_embedding(target)
         self._scale: float = text.model.embed_scale
         super().__init__(head, (len(target.layers) + 1,), 0, head.config.target_hidden_size)
-        self._rows: Rows = {}
-        self._position = 0
-        evaluate_ropes(head)
         mx.eval(head.parameters())
+
+    def _start(self, cache: list[Any]) -> None:
+        super()._start(cache)
+        self._rows: Rows = {}
+        self._position: Any = 0
+
+    def absorb_rows(self, tokens: mx.array, features: mx.array, caches: RaggedCaches) -> mx.array:
+        return self.joined(self._embed(tokens), features)
 
     def _absorb(self, tokens: mx.array, features: mx.array, last: mx.array | None) -> mx.array:
         """The seed is the newest token's embedding beside the state before it, (1, 2H)."""
@@ -255,79 +249,46 @@ class AssistantDrafter(FeatureDrafter):
             )
         return super().with_draft_vocab(ids)
 
-    def see_target(self, caches: CacheView) -> None:
-        """Take the rows that the layers attend to, and where the newest token stands."""
-        rows = {kind: (*caches.rows(index), None) for kind, index in self._sources.items()}
-        self._position = self.position_of(rows[FULL][0].shape[2])
-        self._rows = self.read(rows)
-
-    def position_of(self, num_rows: Any) -> Any:
-        """Where the newest token stands, by the number of rows before it, or by several such."""
-        return num_rows if self.head.config.position == "next" else num_rows - 1
-
-    def read(self, rows: Rows) -> Rows:
-        """The rows in the dtype that the assistant computes in."""
-        return {
+    def see_target(self, caches: CacheView | RaggedCaches) -> None:
+        """Take the rows that the layers attend to, and where the newest tokens stand."""
+        rows: dict[str, tuple[Any, ...]]
+        if isinstance(caches, RaggedCaches):
+            rows = {kind: caches.kept(index) for kind, index in self._sources.items()}
+            end: Any = caches.rows.offset
+        else:
+            rows = {kind: (*caches.rows(index), None) for kind, index in self._sources.items()}
+            end = rows[FULL][0].shape[2]
+        self._position = end if self.head.config.position == "next" else end - 1
+        self._rows = {
             kind: (keys.astype(self.dtype), values.astype(self.dtype), mask)
             for kind, (keys, values, mask) in rows.items()
         }
 
-    def see_targets(self, caches: RaggedCaches) -> tuple[Rows, mx.array]:
-        """The rows of several requests, and where their newest tokens stand, (B,)."""
-        rows: dict[str, Any] = {kind: caches.kept(index) for kind, index in self._sources.items()}
-        return self.read(rows), self.position_of(caches.rows.offset)
-
-    def batch_drafter(self) -> "AssistantBatchDrafter":
-        return AssistantBatchDrafter(self)
+    def batch_drafter(self) -> HeadBatchDrafter:
+        return HeadBatchDrafter(self)
 
     def propose(self, size: int, pick: Pick) -> Draft:
         """A chain of ``size`` tokens: one forward for each."""
+        return Draft(mx.concatenate(self._draft(size, pick)))
+
+    def draft_rows(self, size: int, caches: RaggedCaches, pick: Pick) -> list[mx.array]:
+        return self._draft(size, pick)
+
+    def _draft(self, size: int, pick: Pick) -> list[mx.array]:
+        """``size`` tokens (B,) for B requests."""
+        joined = self._seed  # (B, 2H)
         rows = self._rows
         self._rows = {}  # the next pass would copy the caches for a reader
-        tokens = self.draft(size, self._seed, rows, self._position, pick)
         self.num_forwards += size
-        return Draft(mx.concatenate(tokens))
-
-    def draft(
-        self, size: int, joined: mx.array, rows: Rows, position: int | mx.array, pick: Pick
-    ) -> list[mx.array]:
-        """``size`` tokens (B,) for B requests, which start from (B, 2H)."""
         tokens: list[mx.array] = []
         for _ in range(size):
             x = joined.astype(self.dtype)
-            logits, hidden = self.head(x, rows, position, self.project)
+            logits, hidden = self.head(x, rows, self._position, self.project)
             tokens.append(self.choose(logits, pick))
             if len(tokens) < size:
                 start_early(tokens[-1], size)
                 joined = self.joined(self._embed(tokens[-1]), hidden)
         return tokens
-
-
-class AssistantBatchDrafter(HeadBatchDrafter):
-    """Drafts for B requests in shared forwards, which read the rows of all where they lie."""
-
-    _own: AssistantDrafter
-    _of_targets: tuple[Rows, mx.array] | None = None  # rows, and positions (B,)
-
-    def see_target(self, caches: RaggedCaches) -> None:
-        self._of_targets = self._own.see_targets(caches)
-
-    def propose(
-        self, size: int, picks: Picks, is_asked: Sequence[bool]
-    ) -> tuple[mx.array, list[int]]:
-        assert self._start and self._of_targets, "every request has absorbed its first token"
-        rows, positions = self._of_targets
-        self._of_targets = None  # the next pass would copy the caches for a reader
-        (joined,) = self._start
-        tokens = self._own.draft(size, joined, rows, positions, picks.pick)
-        self._num_forwards += size
-        return mx.stack(tokens, axis=1), [size] * joined.shape[0]
-
-    def _absorb(self, tokens: mx.array, features: mx.array) -> mx.array:
-        return self._own.joined(self._own._embed(tokens), features)
-
-    def _start_at(self, starts: mx.array) -> list[mx.array]:
-        return [starts]
 
 
 def text_of(target: nn.Module) -> gemma4_text.Model:
@@ -377,7 +338,6 @@ def convert(tensors: Tensors, config: Mapping[str, Any]) -> tuple[dict[str, Any]
     """See ``Kind.convert``. There is one table of tokens, whether the output is tied or not."""
     check(config, PUBLISHED, "config.json")
     text = config.get("text_config") or {}
-    check(text, TEXT_PART, "config.json")
     found = _known_tensors(tensors, config.get("tie_word_embeddings", True))
     made = _config_from(found, config, text)
     ordering = found.pop(ORDERING, None)
@@ -415,15 +375,8 @@ def _config_from(
     tensors: Tensors, config: Mapping[str, Any], text: Mapping[str, Any]
 ) -> AssistantConfig:
     """The config of a published checkpoint, with the sizes of its tensors."""
-    unknown = {
-        "hidden_activation": text.get("hidden_activation") not in (None, "gelu_pytorch_tanh"),
-        **{
-            key: bool(text.get(key))
-            for key in ("enable_moe_block", "use_double_wide_mlp", "hidden_size_per_layer_input")
-        },
-    }
-    for key, is_unknown in unknown.items():
-        if is_unknown:
+    for key, known in KNOWN.items():
+        if text.get(key) and text[key] != known:
             raise ValueError(
                 f"config.json has {key} {shown(text[key])}, which no known assistant of Gemma 4 "
                 "has; converting without would change what it computes"
@@ -432,13 +385,7 @@ def _config_from(
         raise ValueError("config.json has no text_config.layer_types, which an assistant needs")
     kinds = text["layer_types"]
     rows = partial(rows_of, tensors)
-
-    def width(kind: str) -> int | None:
-        index = next((i for i, own in enumerate(kinds) if own == kind), None)
-        return None if index is None else rows(f"layers.{index}.self_attn.q_norm.weight")
-
-    sliding = width(SLIDING)
-    full = width(FULL)
+    widths = {kind: rows(f"layers.{i}.self_attn.q_norm.weight") for i, kind in enumerate(kinds)}
     head_dim = rows("layers.0.self_attn.q_norm.weight")
     has_clusters = config.get("use_ordered_embeddings", "centroids.weight" in tensors)
     made = {
@@ -447,8 +394,8 @@ def _config_from(
         "vocab_size": rows("embed_tokens.weight"),
         "intermediate_size": rows("layers.0.mlp.gate_proj.weight"),
         "num_heads": max(rows("layers.0.self_attn.q_proj.weight") // head_dim, 1),
-        "head_dim": sliding or full,
-        "global_head_dim": full or sliding,
+        "head_dim": widths.get(SLIDING, head_dim),
+        "global_head_dim": widths.get(FULL, head_dim),
         "layer_types": kinds,
         "rope_parameters": text.get("rope_parameters"),
         "rms_norm_eps": text.get("rms_norm_eps", 1e-6),
@@ -462,9 +409,7 @@ def load(
     folder: Path, config: dict[str, Any], model: nn.Module, options: LoadOptions
 ) -> AssistantDrafter:
     """The drafter of a converted folder; see ``Kind.load``."""
-    text_of(model)
     made = AssistantConfig.from_dict(config, folder / "config.json")
-    made.check_fit(sizes_of(model))
     weights = read_weights(folder)
     ordering = weights.pop(ORDERING, None)
     dtype = activation_dtype(find_embedding(model)[0])

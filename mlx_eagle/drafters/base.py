@@ -17,6 +17,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from ..target_model.cache_view import CacheView
+from ..target_model.rollback import Checkpoint
 from ..target_model.tree_rows import ancestors
 from .copies import CopySource
 from .tree import Tree
@@ -420,23 +421,40 @@ class PendingPairs:
         return mx.array([own + [0] * (width - len(own)) for own in kept_index])
 
 
-class BatchDrafter(Protocol):
-    """A drafter for B requests, in order; ``Drafter`` explains drafting and absorbing."""
+class BatchDrafter:
+    """Drafts for B requests that come and go, in order: here with a drafter for each.
+
+    ``Drafter`` explains drafting and absorbing. Subclasses share passes.
+    """
+
+    def __init__(self) -> None:
+        self._drafters: list[Drafter] = []
+        self._joined: list[int] = []  # forwards of each before
+        self._cuts: list[tuple[Checkpoint, int]] = []
+        self._views: Callable[[int], CacheView] | None = None
 
     def num_forwards(self, index: int) -> int:
         """Forward passes since request ``index`` joined, shared ones included."""
+        return self._drafters[index].num_forwards - self._joined[index]
 
     def join(self, drafter: Drafter) -> None:
         """Append a request, with everything that ``drafter`` has absorbed for it."""
+        self._drafters.append(drafter)
+        self._joined.append(drafter.num_forwards)
 
     def keep(self, index: list[int]) -> None:
         """Drop all requests except ``index``."""
+        self._drafters = [self._drafters[b] for b in index]
+        self._joined = [self._joined[b] for b in index]
+        self._cuts = [self._cuts[b] for b in index if self._cuts]
 
     def extract(self, index: int) -> Drafter:
         """One request's drafter, as if it had never shared passes."""
+        return self._drafters[index]
 
     def see_target(self, caches: Any) -> None:
         """See ``Drafter.see_target``; ``caches`` are the ``RaggedCaches`` of all requests."""
+        self._views = caches.view
 
     def propose(
         self, size: int, picks: Picks, is_asked: Sequence[bool]
@@ -445,6 +463,18 @@ class BatchDrafter(Protocol):
 
         Drafts for requests whose ``is_asked`` is false are ignored.
         """
+        drafts = []
+        for b, drafter in enumerate(self._drafters):
+            if not is_asked[b]:
+                drafts.append(empty_draft().tokens)
+                continue
+            if self._views is not None:
+                drafter.see_target(self._views(b))
+            drafts.append(drafter.propose(size, picks.of_request(b)).tokens)
+        self._views = None
+        lengths = [len(tokens) for tokens in drafts]
+        rows = [mx.pad(tokens, (0, max(lengths) - len(tokens))) for tokens in drafts]
+        return mx.stack(rows), lengths
 
     def extend(
         self,
@@ -457,9 +487,20 @@ class BatchDrafter(Protocol):
 
         ``last`` (B,) is as in ``Drafter.extend``; ``advance`` then says how many pairs to keep.
         """
+        self._cuts = []
+        for b, drafter in enumerate(self._drafters):
+            num = tokens.shape[1] if num_rows is None else num_rows[b]
+            self._cuts.append((Checkpoint(drafter.cache), num))
+            seen = None if features is None else features[b, :num]
+            drafter.extend(tokens[b, :num], seen, last=None if last is None else last[b])
 
     def advance(self, kept: list[int]) -> None:
         """Keep the first ``kept[b]`` of the pairs that request b absorbed last."""
+        for (checkpoint, num_rows), num_kept in zip(self._cuts, kept, strict=True):
+            if num_kept < num_rows:
+                checkpoint.rollback(num_kept)
+        self._cuts = []
 
     def pending(self) -> list[mx.array]:
         """Arrays that the next ``propose`` starts from, as in ``Drafter.pending``."""
+        return [array for drafter in self._drafters for array in drafter.pending()]

@@ -32,7 +32,6 @@ LAYER_IDS = list_of(whole(-1, 4096), "whole numbers from -1")
 SCALINGS = ("linear", "llama3", "yarn")
 ACTIVATION = one_of("silu", "gelu_pytorch_tanh")
 INSIDE: Table = {
-    "mask_token_id": whole(0, 2**24),
     "target_layer_ids": LAYER_IDS,
     "block_size": FEW,
     "input_embedding_scale": POSITIVE,
@@ -42,7 +41,6 @@ INSIDE: Table = {
     "causal": BOOL,
     "dflash_query_causal": BOOL,
     "selector_top_k": whole(1, 2**16),
-    "output_multiplier": POSITIVE,
     "dspark_bonus_anchor": BOOL,
     "sample_from_anchor": BOOL,
 }
@@ -52,18 +50,13 @@ PUBLISHED: Table = {
     "is_causal": BOOL,
     "sliding_window_non_causal": BOOL,
     "aux_hidden_state_layer_ids": INT_LIST,
-    "attention_sink_bias": BOOL,
-    "hidden_act": ACTIVATION,
     "transformer_layer_config": OBJECT,
     "rope_is_neox_style": BOOL,
     "speculators_config": {"proposal_methods": LIST},
 }
 LAYER: Table = {
-    "rms_norm_eps": number_above(0, 1),
     "vocab_size": SIZE,
-    "max_position_embeddings": SIZE,
-    "rope_theta": number_above(1, 1e15),
-    "rope_parameters": {"rope_theta": number_above(1, 1e15), "rope_type": TEXT},
+    "rope_parameters": {"rope_type": TEXT},
     "rope_scaling": OBJECT,
     "layer_types": TEXTS,
     "sliding_window": whole(),
@@ -163,12 +156,7 @@ class BlockConfig(FolderConfig):
                 f"the drafter taps layers {shown(c.taps)}, but the target has {target.num_layers} "
                 "layers: use the one made for this model."
             )
-        if not target.is_padded_as(c.vocab_size) or c.mask_token_id >= target.vocab_size:
-            raise ValueError(
-                f"the drafter was made for a vocabulary of {c.vocab_size} tokens and masks with "
-                f"{c.mask_token_id}, but the target's has {target.vocab_size}: use the one made "
-                "for this model."
-            )
+        target.check_vocabulary("drafter", c.vocab_size, c.mask_token_id)
 
     @property
     def targets(self) -> str:
@@ -185,6 +173,10 @@ class BlockConfig(FolderConfig):
     def window(self, layer: int) -> int | None:
         """Number of positions that a layer sees; None: all."""
         return (self.windows[layer] or None) if self.windows else None
+
+    def sees_all(self, layer: int, length: int) -> bool:
+        """Whether a block's slots see all ``length`` positions up to its end."""
+        return layer not in self.causal_layers and length <= (self.window(layer) or length)
 
 
 def readings(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

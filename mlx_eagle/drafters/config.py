@@ -295,16 +295,7 @@ class Eagle3Config(
                 f"the head drafts {self.draft_vocab_size} tokens, but the target has "
                 f"{vocab_size}: use the head trained for this model."
             )
-        if not target.is_padded_as(self.vocab_size):
-            raise ValueError(
-                f"the head was made for a vocabulary of {self.vocab_size} tokens, but the "
-                f"target's has {vocab_size}: use the head trained for this model."
-            )
-        if self.mask_token_id is not None and self.mask_token_id >= vocab_size:
-            raise ValueError(
-                f"the head masks with token {self.mask_token_id}, but the target has "
-                f"{vocab_size}: use the head trained for this model."
-            )
+        target.check_vocabulary("head", self.vocab_size, self.mask_token_id)
         taps = self.taps(num_layers)
         deepest = num_layers if self.uses_aux else num_layers + 1
         if not taps or min(taps) < 0 or max(taps) > deepest or len(taps) != self.num_aux:

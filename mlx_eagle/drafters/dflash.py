@@ -21,8 +21,8 @@ from mlx_lm.models.cache import KVCache, trim_prompt_cache
 from mlx_lm.models.rope_utils import initialize_rope
 
 from ..target_model.masks_and_ropes import evaluate_ropes
-from ..target_model.ragged import RaggedCache
-from .base import Draft, Drafter, Pick, PickChildren, Picks, row_at
+from ..target_model.ragged import RaggedCache, RaggedCaches
+from .base import Draft, Pick, PickChildren, row_at
 from .batch_drafter import HeadBatchDrafter
 from .block_config import BlockConfig, bare_name, config_from, known_tensors, readings
 from .feature_drafter import FeatureDrafter
@@ -38,30 +38,13 @@ Caches = list[KVCache] | list[RaggedCache]
 Sublayer = Callable[[mx.array], mx.array]
 
 
-def visible(
-    base: int | mx.array, num_rows: int, num_columns: int, config: BlockConfig, layer: int
-) -> mx.array | None:
-    """Columns that the rows of a block see in a layer, (m, S) or (B, 1, m, S); None: all.
-
-    ``base`` is the number of slots before the block, or (B,) for several requests.
-    """
-    window = config.window(layer)
-    is_causal = layer in config.causal_layers
-    if isinstance(base, int):
-        if not is_causal and (window is None or base + num_rows <= window):
-            return None
-        start: int | mx.array = base
-    else:
-        start = base[:, None, None, None]
-    return seen_by(start, num_rows, mx.arange(num_columns), config, layer)
-
-
 def seen_by(
     start: int | mx.array, num_rows: int, columns: mx.array, config: BlockConfig, layer: int
 ) -> mx.array:
-    """Columns that the rows of a block see, which begins at position ``start`` (see ``visible``).
+    """Columns that the rows of a block see in a layer, (m, S) or (B, 1, m, S).
 
-    ``columns`` (S,) or (..., S) are positions; the context's end where the block begins.
+    The block begins at position ``start``, of several requests (B, 1, 1, 1). ``columns`` (S,) or
+    (..., S) are positions; the context's end where the block begins.
     """
     is_causal = layer in config.causal_layers
     window = config.window(layer)
@@ -207,12 +190,16 @@ class DFlashHead(nn.Module):
         """Hidden states (B, m, h) of a block's rows x (B, m, h), which stay in the caches."""
         base = caches[0].offset
         num_rows = x.shape[1]
+        c = self.config
         if isinstance(base, int):
-            num_columns = base + num_rows
+            start: int | mx.array = base
+            end = base + num_rows
         else:
-            num_columns = caches[0].make_mask(num_rows).shape[-1]
+            start = base[:, None, None, None]
+            end = caches[0].make_mask(num_rows).shape[-1]
         for i, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
-            mask = visible(base, num_rows, num_columns, self.config, i)
+            sees_all = isinstance(base, int) and c.sees_all(i, end)
+            mask = None if sees_all else seen_by(start, num_rows, mx.arange(end), c, i)
             x = layer(x, partial(layer.self_attn, cache=cache, mask=mask))
         hidden: mx.array = self.norm(x)
         return hidden
@@ -240,8 +227,7 @@ class DFlashDrafter(FeatureDrafter):
         c = head.config
         super().__init__(head, c.taps, len(head.layers), len(c.taps) * c.hidden_size)
         self._mask = embed(mx.array([c.mask_token_id]))
-        evaluate_ropes(head)
-        mx.eval(self._mask, to_target, head.parameters())
+        mx.eval(self._mask, head.parameters())
 
     @property
     def longest_draft(self) -> int:
@@ -268,36 +254,40 @@ class DFlashDrafter(FeatureDrafter):
     def _absorb(self, tokens: mx.array, features: mx.array, last: mx.array | None) -> mx.array:
         """The seed is the newest token (1,), or its embedding (1, h)."""
         self.head.absorb(features[None], self.cache[:-1])
-        return row_at(tokens, last)
+        return row_at(tokens if tokens.ndim == 2 else tokens.astype(mx.int32), last)
 
     def _first_logits(self, seed: mx.array) -> mx.array:
         """Nothing, since the block has to run before there are logits."""
         return mx.zeros((0,))
 
-    def pending(self) -> list[mx.array]:
-        """The newest token, and the context's keys and values."""
-        caches = self.cache[:-1] if self._seed.size else []
-        return super().pending() + [a for cache in caches for a in (cache.keys, cache.values)]
+    def absorb_rows(self, tokens: mx.array, features: mx.array, caches: RaggedCaches) -> mx.array:
+        self.head.absorb(features, caches.open())
+        return tokens
+
+    def context(self, caches: Sequence[Any]) -> list[mx.array]:
+        return [array for cache in caches for array in (cache.keys, cache.values)]
 
     def propose(self, size: int, pick: Pick) -> Draft:
         """A chain of ``size`` tokens, or fewer if a block has fewer."""
         anchor = self._seed
-        hidden = self._hidden(min(size, self.longest_draft))
+        hidden = self._hidden(size)
         tokens = mx.concatenate(self.read(hidden, anchor, pick))
-        before = mx.concatenate([anchor.astype(mx.int32), tokens[:-1]])
+        before = mx.concatenate([anchor, tokens[:-1]])
         return Draft(tokens, confidence=self.confidence(hidden[0], before))
 
-    def _hidden(self, size: int) -> mx.array:
-        """Hidden hidden states (1, k, h) of the slots of a block that draft ``size`` tokens."""
-        block = self.block_after(self._embedded(self._seed)[None], size)
-        hidden = self.head(block, self.cache[:-1])
-        self.num_forwards += 1
-        trim_prompt_cache(self.cache[:-1], block.shape[1])
-        return hidden[:, self.head.config.first_slot :]
+    def draft_rows(self, size: int, caches: RaggedCaches, pick: Pick) -> list[mx.array]:
+        hidden = self._hidden_after(self._embed(self._seed[:, None]), size, caches.open())
+        return self.read(hidden, self._seed, pick)
 
-    @property
-    def supports_trees(self) -> bool:
-        return True
+    def _hidden(self, size: int) -> mx.array:
+        """``_hidden_after`` the newest token; what it adds to the caches is dropped."""
+        caches = self.cache[:-1]
+        num_before = caches[0].offset
+        hidden = self._hidden_after(self._embedded(self._seed)[None], size, caches)
+        trim_prompt_cache(caches, caches[0].offset - num_before)
+        return hidden
+
+    supports_trees = True
 
     @property
     def num_choices(self) -> int:
@@ -340,11 +330,17 @@ class DFlashDrafter(FeatureDrafter):
         """``Draft.confidence`` from hidden states (k, h) of slots and the tokens before each."""
         return None
 
-    def block_after(self, anchors: mx.array, size: int) -> mx.array:
-        """The rows (B, m, h) of a block that drafts ``size`` tokens after anchors (B, 1, h)."""
-        num_masks = size + self.head.config.first_slot - 1
+    def _hidden_after(self, anchors: mx.array, size: int, caches: Caches) -> mx.array:
+        """Hidden states (B, k, h) of a block's slots that draft ``size`` tokens, or all it has.
+
+        ``anchors`` (B, 1, h) are the embeddings of the newest tokens.
+        """
+        self.num_forwards += 1
+        first = self.head.config.first_slot
+        num_masks = min(size, self.longest_draft) + first - 1
         shape = (anchors.shape[0], num_masks, anchors.shape[2])
-        return mx.concatenate([anchors, mx.broadcast_to(self._mask, shape)], axis=1)
+        block = mx.concatenate([anchors, mx.broadcast_to(self._mask, shape)], axis=1)
+        return self.head(block, caches)[:, first:]
 
     def read(self, hidden: mx.array, anchors: mx.array, pick: Pick) -> list[mx.array]:
         """Drafted tokens (B,), slot by slot, from the hidden states (B, k, h) of their slots.
@@ -381,42 +377,8 @@ class DFlashDrafter(FeatureDrafter):
     def logits(self, hidden: mx.array) -> mx.array:
         return capped(self.project(self._project, hidden), self.head.config.logit_softcap)
 
-    def batch_drafter(self) -> "BlockBatchDrafter":
-        return BlockBatchDrafter(self)
-
-
-class BlockBatchDrafter(HeadBatchDrafter):
-    """Drafts for B requests in one forward of the head; they start from the newest tokens (B,)."""
-
-    _own: DFlashDrafter
-
-    def _start_of(self, drafter: Drafter) -> list[mx.array]:
-        return [token.astype(mx.int32) for token in drafter.pending()[:1]]
-
-    def propose(
-        self, size: int, picks: Picks, is_asked: Sequence[bool]
-    ) -> tuple[mx.array, list[int]]:
-        own = self._own
-        assert self._start, "every request has absorbed its first token"
-        (anchors,) = self._start
-        size = min(size, own.longest_draft)
-        block = own.block_after(own._embed(anchors[:, None]), size)
-        hidden = own.head(block, self._caches.open())
-        self._num_forwards += 1
-        tokens = own.read(hidden[:, own.head.config.first_slot :], anchors, picks.pick)
-        return mx.stack(tokens, axis=1), [size] * len(self._joined)
-
-    def _absorb(self, tokens: mx.array, features: mx.array) -> mx.array:
-        self._own.head.absorb(features, self._caches.open())
-        return tokens
-
-    def _start_at(self, starts: mx.array) -> list[mx.array]:
-        return [starts]
-
-    def pending(self) -> list[mx.array]:
-        """The newest tokens, and the context's keys and values."""
-        caches: list[Any] = list(self._caches.layers) if self._start else []
-        return [*self._start, *(array for cache in caches for array in cache.state)]
+    def batch_drafter(self) -> HeadBatchDrafter:
+        return HeadBatchDrafter(self)
 
 
 def is_block_head(names: Collection[str], having: str = "") -> bool:

@@ -52,11 +52,6 @@ class MarkovHead(nn.Module):
         if self.markov_kind == "rnn":
             self.joint_proj = nn.Linear(c.hidden_size + 2 * rank, 3 * rank)
 
-    def start(self, num_requests: int) -> mx.array:
-        """The state carried from slot to slot, (B, r), before the first."""
-        rank = self.markov_w1(mx.array([0])).shape[-1]
-        return mx.zeros((num_requests, rank))
-
     def __call__(
         self, tokens: mx.array, hidden: mx.array, carried: mx.array
     ) -> tuple[mx.array, mx.array]:
@@ -155,8 +150,7 @@ class DSparkDrafter(DFlashDrafter):
         return [self.logits(hidden), hidden]
 
     def start(self, num_requests: int) -> mx.array:
-        start: mx.array = self.head.markov_head.start(num_requests)
-        return start
+        return mx.zeros((num_requests, self.head.config.markov_rank))
 
     def after(
         self, before: mx.array, carried: mx.array, *slot: mx.array

@@ -6,8 +6,10 @@ the head gets masked slots, without token and features, which stand for the toke
 """
 
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from copy import copy
+from itertools import count
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,16 +17,10 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache, trim_prompt_cache
 
-from ..target_model.masks_and_ropes import (
-    BY_LENGTH,
-    evaluate_ropes,
-    exact_masks,
-    find_ropes,
-    slot_positions,
-)
+from ..target_model.masks_and_ropes import BY_LENGTH, exact_masks, find_ropes, slot_positions
+from ..target_model.ragged import RaggedCaches
 from ..target_model.rollback import Checkpoint
-from ..target_model.tree_rows import each_itself
-from .base import Draft, Drafter, Pick, PickChildren, Picks, index_of, row_at, start_early
+from .base import Draft, Pick, PickChildren, index_of, row_at
 from .batch_drafter import HeadBatchDrafter
 from .feature_drafter import FeatureDrafter
 from .head import Eagle3Head
@@ -50,28 +46,22 @@ class EagleDrafter(FeatureDrafter):
 
     head: Eagle3Head
 
+    draft_window: int | None = None
+    """Number of the newest slots that the head's caches keep beside the first few; None: all."""
+
     def __init__(
         self,
         head: Eagle3Head,
         embed: Callable[[mx.array], mx.array],
         taps: tuple[int, ...],
         to_target: mx.array | None = None,
-        draft_window: int | None = None,
     ):
-        """``embed`` maps tokens (m,) to (m, h); ``to_target`` (Vd,) draft ids to target ids.
-
-        The head's caches keep the ``draft_window`` newest slots, beside the first few (see
-        ``head_cache.py``); None keeps all. Raises ValueError where the head has a window itself.
-        """
-        check_window(draft_window, head.config.sliding_window)
-        self.draft_window = draft_window
+        """``embed`` maps tokens (m,) to (m, h); ``to_target`` (Vd,) draft ids to target ids."""
         self._embed = embed
         self.to_target = to_target
+        self.num_parallel_heads = head.config.num_parallel_heads
         width = head.config.num_aux * head.config.target_hidden_size
         super().__init__(head, taps, len(head.layers), width)
-        # Arrays that are no parameters: nothing else computes them before another thread asks.
-        evaluate_ropes(head)
-        mx.eval(to_target)
 
     def with_draft_window(self, size: int | None) -> Self:
         if size == self.draft_window:
@@ -99,13 +89,12 @@ class EagleDrafter(FeatureDrafter):
         super()._start(cache)
         self._warned = False
 
+    def batch_drafter(self) -> HeadBatchDrafter | None:
+        by_length = any(isinstance(rope, BY_LENGTH) for rope in find_ropes(self.head))
+        return None if by_length or self.draft_window is not None else HeadBatchDrafter(self)
+
     def hidden_of(self, features: mx.array) -> mx.array:
         return self.head.fuse(features)
-
-    @property
-    def num_parallel_heads(self) -> int:
-        """Number of ModelOpt's parallel heads."""
-        return self.head.config.num_parallel_heads
 
     def logits(self, hidden: mx.array) -> mx.array:
         return self.head.logits(hidden, self.project)
@@ -132,34 +121,18 @@ class Eagle3Drafter(EagleDrafter):
     Slots of its cache that were made from true features stay; ``propose`` adds slots made from
     the head's own output, and drops them before it returns (arXiv:2503.01840, section 3.2).
 
-    ``draft_cache`` "exact" absorbs every accepted token with its true features. "lagging", the
+    The draft cache "exact" absorbs every accepted token with its true features. "lagging", the
     mode of the first MLX prototype, absorbs only the newest pair of a round, at its true
     position, into a cache that falls behind: a shorter accept pass for fewer accepted tokens.
     The text is the target's own either way.
     """
 
-    def __init__(
-        self,
-        head: Eagle3Head,
-        embed: Callable[[mx.array], mx.array],
-        taps: tuple[int, ...],
-        to_target: mx.array | None = None,
-        draft_cache: str = "exact",
-        draft_window: int | None = None,
-    ):
-        """``draft_window`` is as in ``EagleDrafter``.
-
-        Raises ValueError for a ``draft_cache`` that is neither.
-        """
-        check_draft_cache(draft_cache)
-        self.lagging = draft_cache == "lagging"
-        self._uses_overlay = False
-        super().__init__(head, embed, taps, to_target, draft_window)
+    lagging = False
+    _uses_overlay = False
 
     def with_draft_cache(self, draft_cache: str) -> "Eagle3Drafter":
-        if draft_cache == ("lagging" if self.lagging else "exact"):
-            return self
-        check_draft_cache(draft_cache)
+        if draft_cache not in ("exact", "lagging"):
+            raise ValueError(f"draft_cache is {draft_cache!r}: give 'exact' or 'lagging'.")
         made = copy(self)
         made.lagging = draft_cache == "lagging"
         return made.begin()
@@ -180,22 +153,14 @@ class Eagle3Drafter(EagleDrafter):
         return row_at(self._forward(tokens, self.head.fuse(features)), last)
 
     def propose(self, size: int, pick: Pick) -> Draft:
-        """A chain of ``size`` tokens: one head forward for each but the first.
+        """A chain of ``size`` tokens: see ``chain``."""
+        positions = count(self._position() if self.lagging else self.cache[0].offset)
+        with self._drafting() as caches:
 
-        ModelOpt's parallel heads, if there are any, draft the last tokens without a forward.
-        """
-        hidden = self._seed
-        base = self._position() if self.lagging else self.cache[0].offset
-        num_steps = max(1, size - self.num_parallel_heads)
-        tokens = [self.choose(self._first, pick)]
-        drafting = self._begin_draft()
-        for i in range(num_steps - 1):
-            start_early(tokens[-1], size)
-            hidden = self._forward(tokens[-1], hidden, base + i, cache=drafting)
-            tokens.append(self.choose(self.logits(hidden), pick))
-        for i in range(size - num_steps):
-            tokens.append(self.choose(self.parallel_logits(hidden, i), pick))
-        self._end_draft(num_steps - 1)
+            def step(tokens: mx.array, hidden: mx.array) -> mx.array:
+                return self._forward(tokens, hidden, next(positions), cache=caches)
+
+            tokens = self.chain(size, pick, step)
         return Draft(mx.concatenate(tokens))
 
     def propose_tree(self, shape: Tree, pick: PickChildren) -> Draft:
@@ -204,32 +169,20 @@ class Eagle3Drafter(EagleDrafter):
         One head forward for each level but the first, over the nodes that are continued; each
         sees the committed slots and its own ancestors.
         """
-        base = self.cache[0].offset
-        level = 0
-        drafting = self._begin_draft()
-        num_before = drafting[0].offset
-        hidden = self._seed
-        visible = mx.zeros((1, 0), mx.bool_)
+        levels = count(self.cache[0].offset)
+        with self._drafting() as caches:
+            num_before = caches[0].offset
 
-        def step(picked: mx.array, rows: mx.array) -> mx.array:
-            nonlocal hidden, visible, level
-            num = picked.shape[0]
-            visible = mx.concatenate([visible[rows], each_itself(num)], axis=1)
-            mask = mx.concatenate([mx.ones((num, num_before), mx.bool_), visible], axis=1)
-            positions = mx.full((num,), base + level, mx.int32)
-            hidden = self._forward(self.to_ids(picked), hidden[rows], positions, mask, drafting)
-            level += 1
-            return self.logits(hidden)
+            def forward(tokens: mx.array, hidden: mx.array, visible: mx.array) -> mx.array:
+                num = tokens.shape[0]
+                mask = mx.concatenate([mx.ones((num, num_before), mx.bool_), visible], axis=1)
+                positions = mx.full((num,), next(levels), mx.int32)
+                return self._forward(tokens, hidden, positions, mask, caches)
 
-        draft = self._grown(shape, self._first, step, pick)
-        self._end_draft(visible.shape[1])
-        return draft
+            return self.branched(shape, pick, forward)
 
     def batch_drafter(self) -> HeadBatchDrafter | None:
-        by_length = any(isinstance(rope, BY_LENGTH) for rope in find_ropes(self.head))
-        if self.lagging or by_length or self.draft_window is not None:
-            return None
-        return HeadBatchDrafter(self)
+        return None if self.lagging else super().batch_drafter()
 
     @property
     def supports_overlay(self) -> bool:
@@ -239,20 +192,17 @@ class Eagle3Drafter(EagleDrafter):
     def use_overlay(self, is_used: bool) -> None:
         self._uses_overlay = is_used and self.supports_overlay
 
-    def _begin_draft(self) -> list[Any]:
-        """Caches for drafted slots: the head's own, or overlays on them."""
-        caches = self.cache[:-1]
-        if self.draft_window is not None:
-            caches = as_plain_caches(caches)
-        if not self._uses_overlay:
-            return caches
-        layers = zip(caches, self.head.layers, strict=True)
-        return [DraftOverlay(cache, layer.window) for cache, layer in layers]
-
-    def _end_draft(self, num_slots: int) -> None:
-        """Drop the drafted slots."""
-        if not self._uses_overlay and self.draft_window is None:
-            trim_prompt_cache(self.cache[:-1], num_slots)
+    @contextmanager
+    def _drafting(self) -> Iterator[list[Any]]:
+        """Caches for drafted slots: the head's own, from which they are dropped, or overlays."""
+        own = self.cache[:-1]
+        num_before = own[0].offset
+        caches = own if self.draft_window is None else as_plain_caches(own)
+        if self._uses_overlay:
+            layers = zip(caches, self.head.layers, strict=True)
+            caches = [DraftOverlay(cache, layer.window) for cache, layer in layers]
+        yield caches
+        trim_prompt_cache(own, own[0].offset - num_before)
 
     @property
     def supports_trees(self) -> bool:
@@ -333,19 +283,8 @@ class ParallelDrafter(EagleDrafter):
         mx.eval(self._mask_embedding, self._mask_hidden)
 
     def batch_drafter(self) -> HeadBatchDrafter | None:
-        by_length = any(isinstance(rope, BY_LENGTH) for rope in find_ropes(self.head))
         is_windowed = any(layer.window is not None for layer in self.head.layers)
-        if by_length or is_windowed or self.draft_window is not None:
-            return None
-        return ParallelBatchDrafter(self)
-
-    def with_draft_cache(self, draft_cache: str) -> "ParallelDrafter":
-        if draft_cache != "exact":
-            raise ValueError(
-                f"draft_cache is {draft_cache!r}, and the masked slots of a P-EAGLE head need "
-                "every pair before them: leave it out."
-            )
-        return self
+        return None if is_windowed else super().batch_drafter()
 
     def _start(self, cache: list[Any]) -> None:
         super()._start(cache)
@@ -421,42 +360,19 @@ class ParallelDrafter(EagleDrafter):
         own = hidden[last.reshape(1)]
         return mx.concatenate([own, hidden[num_pairs:]], axis=0)
 
-    def forward_masked(self, num_requests: int, num_masked: int, caches: list[Any]) -> mx.array:
-        """Hidden hidden states (B, m, h) of masked slots after the slots in the caches."""
-        rows = self._mask_embedding, self._mask_hidden
-        embeddings, hidden = (
-            mx.broadcast_to(row, (num_requests, num_masked, row.shape[1])) for row in rows
-        )
-        return self.forward(embeddings, hidden, caches)
-
-
-class ParallelBatchDrafter(HeadBatchDrafter):
-    """Drafts for B requests in one forward over masked slots after their absorbed pairs."""
-
-    _own: ParallelDrafter
-
-    def _start_of(self, drafter: Drafter) -> list[mx.array]:
-        return [array[:1] for array in drafter.pending()]
-
-    def propose(
-        self, size: int, picks: Picks, is_asked: Sequence[bool]
-    ) -> tuple[mx.array, list[int]]:
-        own = self._own
-        assert self._start, "every request has absorbed its first token"
-        first = self._start[1]
-        rows = [first]
+    def draft_rows(self, size: int, caches: RaggedCaches, pick: Pick) -> list[mx.array]:
+        """Draft ``size`` tokens (B,) in one forward over masked slots after the absorbed pairs."""
+        rows = [self._first]
         if size > 1:
-            logits = own.logits(own.forward_masked(first.shape[0], size - 1, self._caches.open()))
-            self._num_forwards += 1
+            self.num_forwards += 1
+            num_slots = self._first.shape[0], size - 1
+            embeddings, hidden = (
+                mx.broadcast_to(row, (*num_slots, row.shape[1]))
+                for row in (self._mask_embedding, self._mask_hidden)
+            )
+            logits = self.logits(self.forward(embeddings, hidden, caches.open()))
             rows += [logits[:, slot] for slot in range(size - 1)]
-        tokens = [own.choose(row, picks.pick) for row in rows]
-        return mx.stack(tokens, axis=1), [size] * first.shape[0]
-
-
-def check_draft_cache(draft_cache: str) -> None:
-    """Raise ValueError for anything but "exact" and "lagging"."""
-    if draft_cache not in ("exact", "lagging"):
-        raise ValueError(f"draft_cache is {draft_cache!r}: give 'exact' or 'lagging'.")
+        return [self.choose(row, pick) for row in rows]
 
 
 def recognise(names: Collection[str], config: Mapping[str, Any]) -> bool:

@@ -1,7 +1,7 @@
 """Base of drafters that take the target's features: caches and state of a request."""
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from typing import Any, Self
 
@@ -10,9 +10,17 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import KVCache
 
-from .base import Draft, Drafter, Pick, PickChildren, check_width
+from ..target_model.masks_and_ropes import evaluate_ropes
+from ..target_model.ragged import RaggedCaches
+from ..target_model.tree_rows import each_itself
+from .base import Draft, Drafter, Pick, PickChildren, check_width, start_early
 from .output_rows import MOST_OF_A_PROMPT, OutputRows, Project, indices_in, newest_others
 from .tree import StaticTree, Step, Tree
+
+HeadStep = Callable[[mx.array, mx.array], mx.array]
+"""A head's forward over a slot of B requests: tokens (B,), hidden states (B, h) -> (B, h)."""
+LevelStep = Callable[[mx.array, mx.array, mx.array], mx.array]
+"""The same over a level of a tree, (m,) and (m, h); its nodes see slots of the draft, (m, n)."""
 
 
 class FeatureDrafter(Drafter):
@@ -33,6 +41,9 @@ class FeatureDrafter(Drafter):
         self.width = width
         self._num_layers = num_layers
         self._start(self.make_cache())
+        # Arrays that are no parameters: nothing else computes them before another thread asks.
+        evaluate_ropes(head)
+        mx.eval(self.to_target)
 
     _embed: Callable[[mx.array], mx.array]
     """Maps tokens (m,) to (m, h)."""
@@ -42,6 +53,9 @@ class FeatureDrafter(Drafter):
 
     rows: OutputRows | None = None
     """Rows of the output matrices to draft from; None: all."""
+
+    num_parallel_heads = 0
+    """Number of additional tokens that ``parallel_logits`` predicts."""
 
     seen: tuple[int, ...] = ()
     """Tokens of the request's text that can be drafted besides the wanted ones."""
@@ -117,8 +131,6 @@ class FeatureDrafter(Drafter):
         logits: mx.array = self.head.logits(hidden)
         return logits
 
-    # Of heads that draft step by step, for ``HeadBatchDrafter``.
-
     def forward(self, embeddings: mx.array, hidden: mx.array, caches: list[Any]) -> mx.array:
         """One pass of the head over m slots of B requests: (B, m, h), (B, m, h) -> (B, m, h)."""
         made: mx.array = self.head(embeddings, hidden, caches)
@@ -128,11 +140,6 @@ class FeatureDrafter(Drafter):
         """The head's input for features (..., F): hidden (..., h), or the features themselves."""
         return features
 
-    @property
-    def num_parallel_heads(self) -> int:
-        """Number of additional tokens that ``parallel_logits`` predicts."""
-        return 0
-
     def parallel_logits(self, hidden: mx.array, index: int) -> mx.array:
         """Logits (m, Vd) of the token ``index`` + 1 after the one that ``logits`` predicts."""
         raise NotImplementedError
@@ -140,6 +147,47 @@ class FeatureDrafter(Drafter):
     def _first_logits(self, seed: mx.array) -> mx.array:
         """Logits of the first draft token, (0,) if they are not known before the draft."""
         return self.logits(seed)
+
+    def chain(self, size: int, pick: Pick, forward: HeadStep) -> list[mx.array]:
+        """Draft ``size`` tokens (B,), one forward of the head for each but the first.
+
+        ModelOpt's parallel heads, if there are any, draft the last tokens without a forward.
+        """
+        num_steps = max(1, size - self.num_parallel_heads)
+        hidden = self._seed
+        tokens = [self.choose(self._first, pick)]
+        for _ in range(num_steps - 1):
+            start_early(tokens[-1], size)
+            hidden = forward(tokens[-1], hidden)
+            tokens.append(self.choose(self.logits(hidden), pick))
+        for i in range(size - num_steps):
+            tokens.append(self.choose(self.parallel_logits(hidden, i), pick))
+        return tokens
+
+    # For ``HeadBatchDrafter``: one that stands for B requests, whose caches are ragged.
+
+    def absorb_rows(self, tokens: mx.array, features: mx.array, caches: RaggedCaches) -> mx.array:
+        """Absorb tokens (B, m) with features (B, m, F): rows (B, m, ...), to start from one."""
+        self.num_forwards += 1
+        return self.forward(self._embed(tokens), self.hidden_of(features), caches.open())
+
+    def draft_rows(self, size: int, caches: RaggedCaches, pick: Pick) -> list[mx.array]:
+        """Draft at most ``size`` tokens (B,); the slots that this adds are for the caller to drop.
+
+        ``pick`` chooses among logits (B, Vd).
+        """
+
+        def step(tokens: mx.array, hidden: mx.array) -> mx.array:
+            self.num_forwards += 1
+            made = self.forward(self._embed(tokens[:, None]), hidden[:, None], caches.open())
+            caches.advance([1] * made.shape[0])
+            return made[:, 0]
+
+        return self.chain(size, pick, step)
+
+    def context(self, caches: Sequence[Any]) -> list[mx.array]:
+        """Arrays of these caches that no start of a draft is computed from."""
+        return []
 
     @abstractmethod
     def propose(self, size: int, pick: Pick) -> Draft:
@@ -158,9 +206,9 @@ class FeatureDrafter(Drafter):
         self._first = mx.zeros((0,))  # the logits after it: of the first draft token
 
     def start_from(self, seed: mx.array, first: mx.array | None = None) -> None:
-        """Start from the ``pending`` arrays of another drafter, which has filled ``cache``."""
+        """Draft from ``seed`` from now on, and the logits of the ``first`` token after it."""
         self._seed = seed
-        self._first = mx.zeros((0,)) if first is None else first
+        self._first = self._first_logits(seed) if first is None else first
 
     def make_cache(self) -> list[Any]:
         return [KVCache() for _ in range(self._num_layers + 1)]
@@ -178,8 +226,7 @@ class FeatureDrafter(Drafter):
             # One slot with an empty state is cheaper than a position that no slot stands for.
             features = mx.zeros((1, self.width), self.dtype)
         check_width(features, self.width)
-        self._seed = self._absorb(tokens, features, last)
-        self._first = self._first_logits(self._seed)
+        self.start_from(self._absorb(tokens, features, last))
 
     def check_embeddings(self, embeddings: mx.array) -> None:
         own = self._embed(mx.zeros((1,), mx.int32)).shape[-1]
@@ -208,6 +255,19 @@ class FeatureDrafter(Drafter):
         static = shape.parents if isinstance(shape, StaticTree) else None
         return Draft(self.to_ids(grown.ids), grown.parents, shape.depth, static, grown.draw_index)
 
+    def branched(self, shape: Tree, pick: PickChildren, forward: LevelStep) -> Draft:
+        """A tree, one forward of the head for each level but the first."""
+        hidden = self._seed
+        visible = mx.zeros((1, 0), mx.bool_)
+
+        def step(picked: mx.array, rows: mx.array) -> mx.array:
+            nonlocal hidden, visible
+            visible = mx.concatenate([visible[rows], each_itself(picked.shape[0])], axis=1)
+            hidden = forward(self.to_ids(picked), hidden[rows], visible)
+            return self.logits(hidden)
+
+        return self._grown(shape, self._first, step, pick)
+
     def to_ids(self, index: mx.array) -> mx.array:
         """Target ids (m,) int32 of draft-vocabulary indices (m,)."""
         return (index if self.to_target is None else self.to_target[index]).astype(mx.int32)
@@ -220,13 +280,19 @@ class FeatureDrafter(Drafter):
         cache.values = kept[..., :1]
         cache.offset = 1
 
+    @property
+    def started(self) -> list[mx.array]:
+        """Seed of a draft, and its first token's logits; [] before a request's first token."""
+        return [array for array in (self._seed, self._first) if array.size]
+
     def pending(self) -> list[mx.array]:
-        """The start of a draft, and the first token's logits.
+        """``started`` and ``context``.
 
         So the largest matrix product of a draft's first step runs while the host reads the
         previous round and decides what comes next.
         """
-        return [array for array in (self._seed, self._first) if array.size]
+        found = self.started
+        return found + self.context(self.cache[:-1]) if found else []
 
     def modules(self) -> list[nn.Module]:
         return [self.head]

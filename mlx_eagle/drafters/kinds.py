@@ -186,27 +186,10 @@ NONE = r"\A\b\B"
 UNREAD = (
     UnreadKind("a Laguna drafter", NONE, r"laguna\w*(dflash|draft)"),
     UnreadKind(
-        "a Nemotron-H MTP layer",
-        r"^mtp\.layers\.\d+\.(hnorm|eh_proj)\.",
-        r"nemotron\w*mtp",
-        is_appended=True,
-    ),
-    UnreadKind(
-        "an MTP layer of MiMo or speculators",
-        r"(^|\.)mtp_layers\.\d+\.(token_layernorm|input_proj)\.",
-        r"(mimo\w*mtp|^mtp$)",
-        is_appended=True,
-    ),
-    UnreadKind(
-        "an MTP layer as DeepSeek and GLM append it",
-        r"(^|\.)(hnorm|eh_proj)\.weight$",
-        r"(deepseek|glm|step|hy)\w*mtp",
-        is_appended=True,
-    ),
-    UnreadKind(
-        "an MTP layer of ERNIE",
-        r"(^|\.)mtp_(block|emb_norm|hidden_norm|linear_proj)\.\d+\.",
-        r"ernie\w*mtp",
+        "an MTP layer of a form that is not known",
+        r"(^|\.)(hnorm|eh_proj)\.|(^|\.)mtp_layers\.\d+\.(token_layernorm|input_proj)\."
+        r"|(^|\.)mtp_(block|emb_norm|hidden_norm|linear_proj)\.\d+\.",
+        r"(nemotron|mimo|deepseek|glm|step|hy|ernie)\w*mtp|^mtp$",
         is_appended=True,
     ),
     UnreadKind("an XPress drafter", NONE, r"xpress"),

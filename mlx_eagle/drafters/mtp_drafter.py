@@ -12,9 +12,7 @@ import mlx.nn as nn
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import CacheList, KVCache, trim_prompt_cache
 
-from ..target_model.masks_and_ropes import evaluate_ropes
 from ..target_model.stand_in import StandIn
-from ..target_model.tree_rows import each_itself
 from .base import BatchDrafter, Draft, Pick, PickChildren, row_at, start_early
 from .batch_drafter import HeadBatchDrafter
 from .feature_drafter import FeatureDrafter, last_features
@@ -30,9 +28,8 @@ class MTPHead(nn.Module):
     ):
         """``layers`` are mlx-lm's; ``arrays``: whether they take no mask by its name.
 
-        ``chooses`` says whether they attend to slots that an indexer chooses, ``state_first``
-        whether the joining matrix takes the state before the embedding, ``state_normed`` whether
-        states are those behind a norm, the target's and the head's own.
+        ``chooses`` says whether they attend to slots that an indexer chooses, ``state_normed``
+        whether states are those behind a norm, the target's and the head's own.
         """
         super().__init__()
         self.pre_fc_norm_embedding = nn.RMSNorm(hidden_size, eps)
@@ -42,7 +39,6 @@ class MTPHead(nn.Module):
         self.norm = nn.RMSNorm(hidden_size, eps)
         self._attends = [_has_cache(layer) for layer in layers]
         self._arrays = arrays
-        self.state_first = False
         self.state_normed = True
         self.chooses = any(isinstance(cache, CacheList) for cache in self.make_cache())
 
@@ -72,7 +68,7 @@ class MTPHead(nn.Module):
     def join(self, embeddings: mx.array, hidden: mx.array) -> mx.array:
         """Input of the layers: both through a norm each, side by side, then the matrix."""
         both = [self.pre_fc_norm_embedding(embeddings), self.pre_fc_norm_hidden(hidden)]
-        return self.fc(mx.concatenate(both[::-1] if self.state_first else both, axis=-1))
+        return self.fc(mx.concatenate(both, axis=-1))
 
 
 def _has_cache(layer: nn.Module) -> bool:
@@ -110,18 +106,7 @@ class MTPSteps(nn.Module):
         norm: nn.Module = self.steps[0].norm
         return norm
 
-    @property
-    def chooses(self) -> bool:
-        return True  # so no trees: which layer a slot is for depends on its depth
-
-    @property
-    def state_first(self) -> bool:
-        return bool(self.steps[0].state_first)
-
-    @state_first.setter
-    def state_first(self, is_first: bool) -> None:
-        for step in self.steps:
-            step.state_first = is_first
+    chooses = True  # so no trees: which layer a slot is for depends on its depth
 
     def make_cache(self) -> list[Any]:
         return [KVCache() for _ in self.steps]
@@ -170,7 +155,6 @@ class MTPDrafter(FeatureDrafter):
         width = int(head.norm.weight.size)
         super().__init__(head, taps, len(head.make_cache()), width)
         self.take_hidden(head.state_normed)
-        evaluate_ropes(head)
 
     def take_hidden(self, is_normed: bool) -> None:
         """Draft from states behind the last norm, the target's and the head's, or before it."""
@@ -208,13 +192,8 @@ class MTPDrafter(FeatureDrafter):
         return row_at(self._forward(tokens, features), last)
 
     def propose(self, size: int, pick: Pick) -> Draft:
-        """A chain of ``size`` tokens: one forward for each but the first."""
-        hidden = self._seed
-        tokens = [self.choose(self._first, pick)]
-        for _ in range(size - 1):
-            start_early(tokens[-1], size)
-            hidden = self._forward(tokens[-1], hidden)
-            tokens.append(self.choose(self.logits(hidden), pick))
+        """A chain of ``size`` tokens: see ``chain``."""
+        tokens = self.chain(size, pick, self._forward)
         trim_prompt_cache(self.cache[:-1], size - 1)
         return Draft(mx.concatenate(tokens))
 
@@ -236,28 +215,23 @@ class MTPDrafter(FeatureDrafter):
         Each node's slot stands at its depth, and sees the committed slots and its ancestors.
         """
         caches = self.cache[:-1]
-        hidden = self._seed
-        taken = [mx.zeros((0,), mx.int32)], [hidden[:0]]  # tokens and states of all slots so far
+        all_tokens: list[mx.array] = []
+        all_hidden: list[mx.array] = []
         mask = mx.zeros((0, 0), mx.bool_)
-        visible = mx.zeros((1, 0), mx.bool_)
 
-        def step(picked: mx.array, rows: mx.array) -> mx.array:
-            nonlocal hidden, mask, visible
-            num = picked.shape[0]
+        def forward(tokens: mx.array, hidden: mx.array, visible: mx.array) -> mx.array:
+            nonlocal mask
             before = mask.shape[0]
-            visible = mx.concatenate([visible[rows], each_itself(num)], axis=1)
-            mask = mx.concatenate([mx.pad(mask, [(0, 0), (0, num)]), visible], axis=0)
-            taken[0].append(picked.astype(mx.int32))
-            taken[1].append(hidden[rows])
+            mask = mx.pad(mask, [(0, 0), (0, tokens.shape[0])])
+            mask = mx.concatenate([mask, visible], axis=0)
+            all_tokens.append(tokens)
+            all_hidden.append(hidden)
             trim_prompt_cache(caches, before)
-            self.num_forwards += 1
             with self._stand_in.tree_attention(caches, mask):
-                embeddings = self._embed(mx.concatenate(taken[0]))[None]
-                out = self.forward(embeddings, mx.concatenate(taken[1])[None], caches)
-            hidden = out[0, before:]
-            return self.logits(hidden)
+                made = self._forward(mx.concatenate(all_tokens), mx.concatenate(all_hidden))
+            return made[before:]
 
-        draft = self._grown(shape, self._first, step, pick)
+        draft = self.branched(shape, pick, forward)
         trim_prompt_cache(caches, mask.shape[0])
         return draft
 

@@ -285,18 +285,6 @@ FAMILIES = (
 )
 
 
-UNREAD = (
-    "bailing_hybrid",
-    "bailing_moe_v3",
-    "ernie4_5_moe",
-    "exaone_moe",
-    "kimi_k3",
-    "kimi_linear",
-    "longcat_flash",
-)
-"""Targets that are published with MTP layers of other forms, or may be."""
-
-
 def family_named(model_type: Any) -> MTPFamily | None:
     """The family of targets of that ``model_type``; None where none is known."""
     return next((family for family in FAMILIES if model_type in family.model_types), None)
@@ -313,15 +301,10 @@ def family_of(target: nn.Module) -> MTPFamily:
     family = family_named(model_type)
     if family is not None:
         return family
-    if model_type in UNREAD:
-        raise ValueError(
-            f"the target is a {model_type} model, whose MTP layers are of a form that is not "
-            "read: use a head made for it, or --draft-model lookup."
-        )
     known = ", ".join(f"{family.title} ({', '.join(family.model_types)})" for family in FAMILIES)
     raise ValueError(
-        f"the target is a {model_type} model: MTP layers are known for {known}; name another "
-        "drafter."
+        f"the target is a {model_type} model: MTP layers are known for {known}; use a head made "
+        "for it, or --draft-model lookup."
     )
 
 
@@ -354,10 +337,15 @@ def _prepared(weights: Weights, family: MTPFamily, target: nn.Module) -> Weights
         outer = {n: w for n, w in weights.items() if not n.startswith(own)}
         inner = target.sanitize(inner)
         weights = outer | {n.replace(theirs, own, 1): w for n, w in inner.items()}
-    if family.state_first:
-        for name in [name for name in weights if name.startswith(JOIN)]:
-            first, second = mx.split(weights[name], 2, axis=-1)
-            weights[name] = mx.concatenate([second, first], axis=-1)
+    return halves_swapped(weights) if family.state_first else weights
+
+
+def halves_swapped(weights: Weights) -> Weights:
+    """Weights for embedding and state joined the other way around, packed or not."""
+    weights = dict(weights)
+    for name in [name for name in weights if name.startswith(JOIN)]:
+        first, second = mx.split(weights[name], 2, axis=-1)
+        weights[name] = mx.concatenate([second, first], axis=-1)
     return weights
 
 

@@ -19,12 +19,7 @@ from mlx_eagle.decoding.decoder import Limits
 from mlx_eagle.decoding.generate_step import speculative_generate_step
 from mlx_eagle.decoding.rules import make_rule
 from mlx_eagle.decoding.sampling import Sampling, noise_of_rows
-from mlx_eagle.drafters.batch_drafter import (
-    HeadBatchDrafter,
-    SequentialDrafter,
-    make_batch_drafter,
-)
-from mlx_eagle.drafters.eagle3 import ParallelBatchDrafter
+from mlx_eagle.drafters.batch_drafter import HeadBatchDrafter
 from mlx_eagle.drafters.tree import DraftPlan, DraftShape
 from mlx_eagle.target_model.ragged import RaggedCaches
 from mlx_eagle.target_model.states import StateUpdates, recurrent_caches
@@ -324,14 +319,12 @@ def test_which_heads_draft_in_shared_passes():
     model = tiny_llama(vocab_size=VOCAB)
     scaling = {"type": "dynamic", "factor": 2.0}
     rope = {"theta": 10000.0, "scaling": scaling}
-    assert type(make_batch_drafter(tiny_head(model))) is HeadBatchDrafter
-    assert (
-        type(make_batch_drafter(tiny_head(model).with_draft_cache("lagging"))) is SequentialDrafter
-    )
-    assert type(make_batch_drafter(tiny_head(model, rope=rope))) is SequentialDrafter
+    assert type(tiny_head(model).batch_drafter()) is HeadBatchDrafter
+    assert tiny_head(model).with_draft_cache("lagging").batch_drafter() is None
+    assert tiny_head(model, rope=rope).batch_drafter() is None
     masked = tiny_head(model, mask_token_id=3)
-    assert type(make_batch_drafter(masked)) is ParallelBatchDrafter
-    assert type(make_batch_drafter(masked.with_draft_window(8))) is SequentialDrafter
+    assert type(masked.batch_drafter()) is HeadBatchDrafter
+    assert masked.with_draft_window(8).batch_drafter() is None
 
 
 def test_logprobs_that_are_asked_for_come_with_the_round(monkeypatch):

@@ -498,7 +498,7 @@ REFUSED = {
     "a mask that is none": (
         inside(mask_token_id="x"),
         {},
-        'dflash_config.mask_token_id is "x"',
+        'mask_token_id is "x"',
     ),
     "a rope of its own": (FLAT | {"rope_scaling": {"type": "spiral", "factor": 2}}, {}, "spiral"),
     "a tensor more": (FLAT, {"layers.0.self_attn.g_proj.weight": mx.ones((4, 4))}, "g_proj"),

@@ -32,7 +32,7 @@ def test_the_text_is_the_targets_own(k):
 
 def test_one_row_a_round_at_its_true_position():
     exact = tiny_head(MODEL)
-    spy = Spy(exact.head, exact._embed, exact.taps, exact.to_target, "lagging")
+    spy = Spy(exact.head, exact._embed, exact.taps, exact.to_target).with_draft_cache("lagging")
     Spy.calls = []
     _, _stats = speculative(MODEL, spy, PROMPT, 20, num_draft_tokens=1)
     prefill, root, first, *rounds = Spy.calls

@@ -23,6 +23,7 @@ from mlx_eagle.convert import convert
 from mlx_eagle.convert.__main__ import main
 from mlx_eagle.convert.check import measure_acceptance
 from mlx_eagle.convert.trim import Trim
+from mlx_eagle.decoding.accept import Match
 from mlx_eagle.draft_models import open_beside
 from mlx_eagle.drafters.base import Draft
 from mlx_eagle.drafters.kinds import KINDS as KINDS_BY_NAME
@@ -123,15 +124,31 @@ def test_the_whole_vocabulary_drafts_as_without(name):
     ]
 
 
+def with_trees(name: str):
+    """An EAGLE head, or an MTP layer, of a target whose rows can be gathered."""
+    if name != "mtp":
+        return KINDS[name]
+    part = FAMILIES["mimo"]()
+    weights = {name: mx.array(array) for name, array in part.tensors.items()}
+    return part.target, load_mtp(weights, part.target)
+
+
+@pytest.mark.parametrize("name", ["mtp", "eagle-3"])
+def test_a_tree_of_one_branch_is_the_chain(name):
+    """What is drafted is fed back as a token, not as its place among the rows."""
+    _, whole = with_trees(name)
+    drafter = whole.with_draft_vocab(np.arange(40, 60)).begin()
+    features = mx.random.normal((len(PROMPT), drafter.width), key=mx.random.key(1))
+    drafter.extend(mx.array(PROMPT), features)
+    chain = drafter.propose(5, Match().pick).tokens
+    tree = drafter.propose_tree(parse_tree("root1:5"), Match().pick_children).tokens
+    assert tree.tolist() == chain.tolist()
+
+
 @pytest.mark.parametrize("shape", ["3x3:7", "2/1+1"])
 @pytest.mark.parametrize("name", ["mtp", "eagle-3"])
 def test_trees(name, shape):
-    model, whole = KINDS[name]
-    if name == "mtp":  # of a target whose rows can be gathered
-        part = FAMILIES["mimo"]()
-        model = part.target
-        weights = {name: mx.array(array) for name, array in part.tensors.items()}
-        whole = load_mtp(weights, model)
+    model, whole = with_trees(name)
     drafter = whole.with_draft_vocab(SOME)
     text, stats = speculative(model, drafter, PROMPT, 24, tree=parse_tree(shape))
     assert text == plain(model, PROMPT, 24) and stats.num_drafted > 0

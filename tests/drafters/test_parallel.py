@@ -142,10 +142,10 @@ def test_what_is_not_for_masked_slots_is_refused(tmp_path):
     text = config.read_text()
     wrong = {"vocab_size": 1000, "mask_token_id": 500}
     config.write_text(json.dumps(json.loads(text) | wrong))
-    with pytest.raises(ValueError, match="masks with token 500, but the target has 128"):
+    with pytest.raises(ValueError, match="masks with token 500, but the target's has 128"):
         load_drafter(tmp_path / "head", model)
     config.write_text(text)
-    with pytest.raises(ValueError, match="P-EAGLE head need every pair"):
+    with pytest.raises(ValueError, match="lagging draft cache is for EAGLE heads that draft step"):
         load_drafter(tmp_path / "head", model, draft_cache="lagging")
     drafter = load_drafter(tmp_path / "head", model)
     assert isinstance(drafter, ParallelDrafter) and drafter.taps == (2, 6, 9)
