@@ -135,7 +135,8 @@ class AssistantConfig(FolderConfig):
             "hidden_size_per_layer_input": 0,
             "use_double_wide_mlp": False,
         }
-        return gemma4_text.ModelArgs.from_dict(self.to_dict() | others)
+        args: gemma4_text.ModelArgs = gemma4_text.ModelArgs.from_dict(self.to_dict() | others)
+        return args
 
 
 Rows = Mapping[str, tuple[mx.array, mx.array, mx.array | None]]

@@ -127,25 +127,6 @@ def read_weights(folder: Path) -> dict[str, mx.array]:
     return dict(loaded)
 
 
-def fault_in(
-    tensors: Tensors | Mapping[str, mx.array],
-    shapes: Mapping[str, tuple[int, ...]],
-    prefix: str = "",
-) -> str:
-    """Why these tensors are not those of ``shapes``: "lacks fc.weight"; empty where they are.
-
-    ``prefix`` stands before names in their file.
-    """
-    for name, shape in sorted(shapes.items()):
-        if name not in tensors:
-            return f"lacks {prefix}{name}"
-        if tuple(tensors[name].shape) != shape:
-            found, wanted = (" x ".join(map(str, x)) for x in (tensors[name].shape, shape))
-            return f"has {prefix}{name} of {found}, expected {wanted}"
-    surplus = sorted(tensors.keys() - shapes.keys())
-    return f"has an unknown {prefix}{surplus[0][:60]}" if surplus else ""
-
-
 def shapes_of(module: nn.Module) -> dict[str, tuple[int, ...]]:
     """The shape of each parameter of a module."""
     parameters: Any = tree_flatten(module.parameters())
@@ -159,11 +140,21 @@ def rows_of(tensors: Tensors, name: str) -> int:
     return tensors[name].shape[0]
 
 
-def check_tensors(shapes: Mapping[str, tuple[int, ...]], tensors: Tensors) -> None:
-    """Raise ValueError unless published tensors are of these names and shapes."""
-    own = {name: tensor for name, tensor in tensors.items() if name != "d2t"}
-    if fault := fault_in(own, shapes):
-        raise ValueError(f"the checkpoint {fault}: it is incomplete, or its config is another's")
+def check_tensors(
+    shapes: Mapping[str, tuple[int, ...]], tensors: Tensors | Mapping[str, mx.array]
+) -> None:
+    """Raise ValueError unless tensors are of these names and shapes; the map d2t may be there."""
+    faults = [f"lacks {name}" for name in sorted(shapes) if name not in tensors]
+    for name, shape in sorted(shapes.items()):
+        if name in tensors and tuple(tensors[name].shape) != shape:
+            found, wanted = (" x ".join(map(str, x)) for x in (tensors[name].shape, shape))
+            faults.append(f"has {name} of {found}, expected {wanted}")
+    faults += [f"has an unknown {name[:60]}" for name in sorted(tensors.keys() - {*shapes, "d2t"})]
+    if faults:
+        raise ValueError(
+            f"the head {faults[0]}: it is incomplete, or its config or target is another's; "
+            "convert or fetch it again."
+        )
 
 
 @contextmanager
@@ -201,8 +192,7 @@ def read_module(
 
 def fill(module: nn.Module, weights: dict[str, mx.array]) -> None:
     """Give ``module``, quantized as they are, its weights; ValueError names what is wrong."""
-    if fault := fault_in(weights, shapes_of(module)):
-        raise ValueError(f"the head's model.safetensors {fault}: convert the head again.")
+    check_tensors(shapes_of(module), weights)
     for name in weights:
         is_packed = name.endswith(".weight") and name.replace(".weight", ".scales") in weights
         if weights[name].dtype != mx.uint32 if is_packed else weights[name].dtype not in FLOATS:

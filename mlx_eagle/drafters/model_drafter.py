@@ -145,49 +145,41 @@ class ModelDrafter(Drafter):
 def load(
     folder: Path, config: dict[str, Any], model: nn.Module, options: LoadOptions
 ) -> "ModelDrafter":
-    """See ``Kind.load``."""
+    """The drafter of an mlx-lm model; see ``Kind.load``.
+
+    With the target's tokenizer the vocabularies are compared token by token. Raises ValueError, in
+    one sentence, where it is no model that mlx-lm knows, or where the two models do not speak of
+    the same tokens.
+    """
     if options.quantize_bits:
         raise ValueError(
             f"{folder} is an ordinary model, which is not quantized while loading: make a "
             "quantized copy with mlx_lm.convert."
         )
-    return load_model_drafter(folder, model, options.tokenizer)
-
-
-def load_model_drafter(
-    path_or_repo: str | Path, target: nn.Module, tokenizer: Any = None
-) -> ModelDrafter:
-    """Load an mlx-lm model (a folder or a hub repo id) as draft model for ``target``.
-
-    ``tokenizer`` is the target's; with it the vocabularies are compared token by token.
-    Raises ValueError, in one sentence, where it is no model that mlx-lm knows, or where the two
-    models do not speak of the same tokens.
-    """
     try:
-        model, draft_tokenizer = load_model(str(path_or_repo), lazy=True)[:2]
+        own, own_tokenizer = load_model(str(folder), lazy=True)[:2]
     except NOT_LOADED as err:
         reason = (str(err).strip() or type(err).__name__).splitlines()[0].rstrip(" :")
         raise ValueError(
-            f"{path_or_repo} is neither a draft head that is known here nor a model that mlx-lm "
+            f"{folder} is neither a draft head that is known here nor a model that mlx-lm "
             f"loads ({reason[:200]}): give an EAGLE head or a model of the target's family."
         ) from err
-    model = set_precision(model, whose="the draft model's")
-    mx.eval(model.parameters())
-    sizes = sizes_of(target)
-    num_known = find_embedding(model)[1]
-    vocab_size = sizes.vocab_size
+    own = set_precision(own, whose="the draft model's")
+    mx.eval(own.parameters())
+    sizes = sizes_of(model)
+    num_known = find_embedding(own)[1]
     if not sizes.is_padded_as(num_known):
         raise ValueError(
-            f"the draft model {path_or_repo} has a vocabulary of {num_known} tokens, but the "
-            f"target's has {vocab_size}: use a draft model of the same family."
+            f"the draft model {folder} has a vocabulary of {num_known} tokens, but the "
+            f"target's has {sizes.vocab_size}: use a draft model of the same family."
         )
-    if tokenizer is not None:
-        ours = tokenizer.get_vocab()
-        theirs = draft_tokenizer.get_vocab()
+    if options.tokenizer is not None:
+        ours = options.tokenizer.get_vocab()
+        theirs = own_tokenizer.get_vocab()
         num_same = sum(theirs.get(token) == index for token, index in ours.items())
         if num_same < SAME_TOKENS * len(ours):
             raise ValueError(
-                f"the draft model {path_or_repo} gives only {num_same} of the target's "
+                f"the draft model {folder} gives only {num_same} of the target's "
                 f"{len(ours)} tokens the same number: use a draft model of the same family."
             )
-    return ModelDrafter(model, vocab_size)
+    return ModelDrafter(own, sizes.vocab_size)

@@ -19,7 +19,7 @@ from .folder import (
     PACKING,
     SIZE,
     building,
-    fault_in,
+    check_tensors,
     quantize_as_stored,
     read_weights,
     shapes_of,
@@ -28,7 +28,6 @@ from .kind import LoadOptions, Tensor, Tensors
 from .mtp_drafter import MTPDrafter, MTPHead, MTPSteps, SteppedMTPDrafter
 from .mtp_layers import (
     JOIN,
-    MTPFamily,
     Weights,
     each_step,
     family_named,
@@ -139,7 +138,7 @@ def _drafter_of(
         quantize_as_stored(
             head, own, quantization, lambda path: path if path in quantization else f"mtp.{path}"
         )
-    _check(head, own, family)
+    check_tensors(shapes_of(head), own)
     head.load_weights(list(own.items()))
     head.set_dtype(dtype or activation_dtype(find_embedding(target)[0]))
     head.load_weights([(n, w) for n, w in own.items() if n.endswith(FLOAT32)], strict=False)
@@ -148,15 +147,6 @@ def _drafter_of(
     if isinstance(head, MTPSteps):
         return SteppedMTPDrafter(head, target)
     return MTPDrafter(head, target)
-
-
-def _check(head: nn.Module, weights: Weights | dict[str, Tensor], family: MTPFamily) -> None:
-    """Raise ValueError unless these are the tensors of the head."""
-    if fault := fault_in(weights, shapes_of(head), "mtp."):
-        raise ValueError(
-            f"the checkpoint {fault}: give the tensors of one MTP layer, as published with this "
-            f"target ({family.title})."
-        )
 
 
 def recognise(names: Collection[str], config: Mapping[str, Any]) -> bool:
@@ -204,7 +194,7 @@ def convert(tensors: Tensors, config: Mapping[str, Any]) -> tuple[dict[str, Any]
     }
     arrays = {name: tensor.read() for name, tensor in published.items() if name not in kept}
     own = kept | {n: _AtHand(array) for n, array in prepared(arrays, family, target).items()}
-    _check(head, own, family)
+    check_tensors(shapes_of(head), own)
     made = {
         "target_type": type_of(target),
         "hidden_size": text_args(target).hidden_size,

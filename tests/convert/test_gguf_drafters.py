@@ -176,7 +176,7 @@ def test_a_models_file_alone_says_not_enough(model_file, out, capsys):
 
 def test_layers_for_another_target(model_file):
     _, _, path = model_file("qwen3.5")
-    with pytest.raises(ValueError, match=r"the checkpoint (lacks|has)"):
+    with pytest.raises(ValueError, match=r"the head (lacks|has)"):
         open_drafter(str(path), FAMILIES["glm-4.5"]().target)
 
 

@@ -13,9 +13,10 @@ from safetensors.numpy import load_file, save_file
 
 from mlx_eagle.convert import convert
 from mlx_eagle.drafters.config import Eagle3Config, read_nested
+from mlx_eagle.drafters.kind import LoadOptions
 from mlx_eagle.drafters.kinds import load_drafter
 from mlx_eagle.drafters.lookup import LookupDrafter
-from mlx_eagle.drafters.model_drafter import load_model_drafter
+from mlx_eagle.drafters.model_drafter import load
 
 
 @pytest.fixture(scope="module")
@@ -151,4 +152,4 @@ def test_what_is_neither_head_nor_model(model, tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     (tmp_path / "model.safetensors").write_bytes(b"")
     with pytest.raises(ValueError, match=r"neither a draft head .* nor a model that mlx-lm loads"):
-        load_model_drafter(tmp_path, model)
+        load(tmp_path, {}, model, LoadOptions())

@@ -13,7 +13,8 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from mlx_eagle.decoding.sampling import Sampling
-from mlx_eagle.drafters.model_drafter import ModelDrafter, load_model_drafter
+from mlx_eagle.drafters.kind import LoadOptions
+from mlx_eagle.drafters.model_drafter import ModelDrafter, load
 
 
 @pytest.mark.parametrize("k", [1, 3])
@@ -100,19 +101,16 @@ def test_loading_a_draft_model(tmp_path):
     path = write_model(tmp_path / "draft", LLAMA, words)
 
     def vocabulary(words):
-        return PreTrainedTokenizerFast(
-            tokenizer_object=Tokenizer(
-                models.WordLevel({w: i for i, w in enumerate(words)}, unk_token=words[0])
-            )
-        )
+        own = models.WordLevel({w: i for i, w in enumerate(words)}, unk_token=words[0])
+        return LoadOptions(tokenizer=PreTrainedTokenizerFast(tokenizer_object=Tokenizer(own)))
 
-    drafter = load_model_drafter(path, LLAMA, vocabulary(words))
+    drafter = load(path, {}, LLAMA, vocabulary(words))
     _, stats = speculative(LLAMA, drafter, PROMPT, 25, num_draft_tokens=3)
     assert stats.tau == 4
     with pytest.raises(ValueError, match="gives only 0 of the target's 96 tokens"):
-        load_model_drafter(path, LLAMA, vocabulary(words[::-1]))
+        load(path, {}, LLAMA, vocabulary(words[::-1]))
     with pytest.raises(ValueError, match="vocabulary of 96 tokens, but the target's has 4000"):
-        load_model_drafter(path, tiny_llama(vocab_size=4000))
+        load(path, {}, tiny_llama(vocab_size=4000), LoadOptions())
 
 
 def test_a_draft_model_with_an_unknown_cache_is_refused(monkeypatch):
@@ -130,7 +128,7 @@ def test_a_draft_model_in_half_precision_becomes_float32_on_a_cpu(tmp_path, monk
     half.set_dtype(mx.float16)
     path = write_model(tmp_path / "draft", half, [f"w{i}" for i in range(VOCAB)])
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.cpu))
-    drafter = load_model_drafter(path, LLAMA)
+    drafter = load(path, {}, LLAMA, LoadOptions())
     found = {array.dtype for _, array in tree_flatten(drafter.model.parameters())}
     assert found == {mx.float32}
     assert capsys.readouterr().err.startswith("Note: on a CPU the draft model's weights are")

@@ -72,12 +72,12 @@ def test_bad_mtp_layers_are_refused():
     weights = checkpoint(tiny_mtp(QWEN3_NEXT), fused=False)
     with pytest.raises(ValueError, match="a llama model: MTP layers are known for Qwen3-Next"):
         load_mtp(weights, LLAMA)
-    with pytest.raises(ValueError, match=r"lacks mtp.fc.weight"):
+    with pytest.raises(ValueError, match=r"lacks fc.weight"):
         load_mtp({}, QWEN3_NEXT)
     with pytest.raises(ValueError, match=r"several MTP layers"):
         load_mtp({**weights, "mtp.layers.1.mlp.gate_proj.weight": mx.zeros(3)}, QWEN3_NEXT)
     wide = tiny_qwen3_next(hidden_size=96)
-    with pytest.raises(ValueError, match=r"has mtp\..* of 64 x 128, expected 96 x 192"):
+    with pytest.raises(ValueError, match=r"has .* of 64 x 128, expected 96 x 192"):
         load_mtp(weights, wide)
     with pytest.raises(ValueError, match="hidden size 64, but this target's is 96"):
         MTPDrafter(tiny_mtp(QWEN3_NEXT).head, wide)

@@ -176,7 +176,7 @@ def test_packing_while_loading(tmp_path):
 def test_layers_of_another_target_are_refused(tmp_path):
     folder = write_checkpoint(tmp_path / "target", QWEN)
     other = FAMILIES["qwen3-next moe"]()
-    with pytest.raises(ValueError, match=r"the checkpoint lacks mtp.layers.0.mlp"):
+    with pytest.raises(ValueError, match=r"the head lacks layers.0.mlp"):
         mlx_eagle.open_drafter("mtp", other.target, target=folder)
 
 
