@@ -6,7 +6,7 @@ the position of the newest token, however many tokens are drafted. What a drafte
 to the next is a state as wide as the target's.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,6 +33,7 @@ from .base import Draft, Pick, row_at, start_early
 from .batch_drafter import HeadBatchDrafter
 from .feature_drafter import FeatureDrafter
 from .folder import (
+    LARGEST_WIDTH,
     SIZE,
     FolderConfig,
     Size,
@@ -96,22 +97,14 @@ class AssistantConfig(FolderConfig):
     centroid_top_k: Annotated[int, whole(0, 2**24)] = 0
     position: Annotated[str, one_of("next", "newest")] = "next"
 
-    def check_sizes(self, where: str | Path) -> None:
-        num_clusters = max(self.num_centroids, 1)
-        fits = (
-            0 < len(self.layer_types) <= 256
-            and self.head_dim % 2 == self.global_head_dim % 2 == 0
-            and self.num_heads * max(self.head_dim, self.global_head_dim) <= 2**24
-            and self.vocab_size % num_clusters == 0
-            and (self.num_centroids == 0 or 0 < self.centroid_top_k <= self.num_centroids)
-        )
-        if not fits:
-            raise ValueError(
-                f"{where} gives {len(self.layer_types)} layers, {self.num_heads} heads of width "
-                f"{self.head_dim} or {self.global_head_dim}, and {self.centroid_top_k} of "
-                f"{self.num_centroids} clusters for {self.vocab_size} tokens, which do not go "
-                "together."
-            )
+    def rules(self) -> Iterator[tuple[str, bool]]:
+        widest = max(self.head_dim, self.global_head_dim)
+        yield "layer_types", 0 < len(self.layer_types) <= 256
+        yield "head_dim global_head_dim", self.head_dim % 2 == self.global_head_dim % 2 == 0
+        yield "num_heads head_dim global_head_dim", self.num_heads * widest <= LARGEST_WIDTH
+        if self.num_centroids:
+            yield "vocab_size num_centroids", self.vocab_size % self.num_centroids == 0
+            yield "centroid_top_k num_centroids", 0 < self.centroid_top_k <= self.num_centroids
 
     def check_fit(self, target: TargetSizes) -> None:
         target.check_width("assistant", self.target_hidden_size)

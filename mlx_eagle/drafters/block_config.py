@@ -1,8 +1,7 @@
 """Config of a drafter of blocks, and how it is read from both layouts of published configs."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 from ..system.fields import (
@@ -22,7 +21,7 @@ from ..system.fields import (
     shown,
     whole,
 )
-from .folder import SIZE, FolderConfig, Size, rows_of
+from .folder import LARGEST_WIDTH, SIZE, FolderConfig, Size, rows_of
 from .kind import Tensor, Tensors
 from .target_parts import TargetSizes
 
@@ -123,30 +122,17 @@ class BlockConfig(FolderConfig):
     embed_source: Annotated[str, one_of("target", "file")] = "target"
     lm_head_source: Annotated[str, one_of("target", "file")] = "target"
 
-    def check_sizes(self, where: str | Path) -> None:
+    def rules(self) -> Iterator[tuple[str, bool]]:
         layers = range(self.num_layers)
-        fits = (
-            self.num_heads % self.num_kv_heads == 0
-            and self.head_dim % 2 == 0
-            and max(self.num_heads * self.head_dim, len(self.taps) * self.hidden_size) <= 2**24
-            and len(self.windows) in (0, self.num_layers)
-            and all(layer in layers for layer in self.causal_layers)
-            and self.block_size > self.first_slot
-            and len(self.taps) > 0
-            and self.draft_vocab_size <= self.vocab_size
-        )
-        if not fits:
-            raise ValueError(
-                f"{where} gives {self.num_heads} heads of width {self.head_dim}, "
-                f"{self.num_kv_heads} key heads, {len(self.windows)} windows for "
-                f"{self.num_layers} layers and blocks of {self.block_size}, which do not go "
-                "together."
-            )
-        if self.mask_token_id >= self.vocab_size:
-            raise ValueError(
-                f"{where} masks with token {self.mask_token_id}, and the vocabulary has "
-                f"{self.vocab_size}: this is not the config of the drafter."
-            )
+        yield "num_heads num_kv_heads", self.num_heads % self.num_kv_heads == 0
+        yield "head_dim", self.head_dim % 2 == 0
+        yield "num_heads head_dim", self.num_heads * self.head_dim <= LARGEST_WIDTH
+        yield "taps hidden_size", 0 < len(self.taps) * self.hidden_size <= LARGEST_WIDTH
+        yield "windows num_layers", len(self.windows) in (0, self.num_layers)
+        yield "causal_layers num_layers", all(layer in layers for layer in self.causal_layers)
+        yield "block_size first_slot", self.block_size > self.first_slot
+        yield "draft_vocab_size vocab_size", self.draft_vocab_size <= self.vocab_size
+        yield "mask_token_id vocab_size", self.mask_token_id < self.vocab_size
 
     def check_fit(self, target: TargetSizes) -> None:
         c = self

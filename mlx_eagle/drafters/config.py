@@ -9,9 +9,8 @@ We keep boundary ids: b = N is what leaves the last of N layers. Under ``eagle_c
 producers write either, and only the target's depth tells which.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import MISSING, dataclass, field, fields
-from pathlib import Path
 from typing import Annotated, Any
 
 from ..system.fields import (
@@ -27,7 +26,7 @@ from ..system.fields import (
     one_of,
     whole,
 )
-from .folder import SIZE, FolderConfig, Size
+from .folder import LARGEST_WIDTH, SIZE, FolderConfig, Size
 from .target_parts import TargetSizes
 
 Few = Annotated[int, whole(1, 1024)]
@@ -73,7 +72,6 @@ def read_nested(ids: tuple[int, ...], num_layers: int | None) -> LayerIds:
     return LayerIds(outputs, "nested+1", is_certain=False)
 
 
-LARGEST_WIDTH = 2**24
 ROPE: Table = {
     "type": TEXT,
     "theta": number_above(1, 1e15),
@@ -129,31 +127,21 @@ class AttentionFields:
         default_factory=lambda: {"type": "default", "theta": 10000.0}
     )
 
-    def check_attention(self, where: str | Path) -> None:
-        """Raise ValueError for sizes that do not go together, or that are missing."""
-        if self.rope.get("theta") is None:
-            raise ValueError(f"{where} has no rope.theta: convert the head again.")
+    def attention_rules(self) -> Iterator[tuple[str, bool]]:
+        """Of ``FolderConfig.rules``, those of attention."""
         dims = self.rope.get("dims") or self.head_dim
-        if self.num_heads % self.num_kv_heads or dims % 2 or dims > self.head_dim:
-            raise ValueError(
-                f"{where} gives {self.num_heads} heads of width {self.head_dim}, "
-                f"{self.num_kv_heads} key heads and {dims} rotated channels, which do not go "
-                "together: convert the head again."
-            )
+        yield "rope", self.rope.get("theta") is not None
+        yield "num_heads num_kv_heads", self.num_heads % self.num_kv_heads == 0
+        yield "head_dim rope", dims % 2 == 0 and dims <= self.head_dim
         for name, table in (("latent", LATENT), ("position_scale", POSITION_SCALE)):
-            values = getattr(self, name)
-            for key in table if values is not None else ():
-                if values.get(key) is None and key != "q_lora_rank":
-                    raise ValueError(f"{where} has no {name}.{key}: convert the head again.")
+            found = getattr(self, name)
+            needed = table.keys() - {"q_lora_rank"}
+            yield name, found is None or all(found.get(key) is not None for key in needed)
         if self.latent is not None:
-            plain = self.latent["qk_nope_head_dim"]
             rotated = self.latent["qk_rope_head_dim"]
-            if plain + rotated != self.head_dim or self.rope.get("dims") != rotated:
-                raise ValueError(
-                    f"{where} gives heads of width {self.head_dim} of {plain} and {rotated} "
-                    f"channels, {self.rope.get('dims')} of them rotated, which do not go "
-                    "together: convert the head again."
-                )
+            plain = self.latent["qk_nope_head_dim"]
+            fits = plain + rotated == self.head_dim and self.rope.get("dims") == rotated
+            yield "head_dim latent rope", fits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,29 +250,15 @@ class Eagle3Config(
         known = {name: value for name, value in meant.items() if value is not MISSING} | others
         return {name: value for name, value in known.items() if getattr(self, name) != value}
 
-    def check_sizes(self, where: str | Path) -> None:
-        """Raise ValueError for sizes that no matrix can have, or that do not divide."""
-        self.check_attention(where)
-        if self.mask_token_id is not None and self.mask_token_id >= self.vocab_size:
-            raise ValueError(
-                f"{where} masks with token {self.mask_token_id} of {self.vocab_size}: convert "
-                "the head again."
-            )
-        if self.parallel_outputs not in (1, self.num_parallel_heads):
-            raise ValueError(
-                f"{where} has {self.parallel_outputs} output matrices for "
-                f"{self.num_parallel_heads} parallel heads: convert the head again."
-            )
-        widths = (
-            self.num_aux * self.target_hidden_size,
-            self.num_heads * self.head_dim,
-            2 * self.hidden_size,
-        )
-        if max(widths) > LARGEST_WIDTH:
-            raise ValueError(
-                f"{where} asks for a matrix {max(widths)} wide, which no head has: convert the "
-                "head again."
-            )
+    def rules(self) -> Iterator[tuple[str, bool]]:
+        yield from self.attention_rules()
+        yield "mask_token_id vocab_size", (self.mask_token_id or 0) < self.vocab_size
+        outputs = (1, self.num_parallel_heads)
+        yield "parallel_outputs num_parallel_heads", self.parallel_outputs in outputs
+        width = self.num_aux * self.target_hidden_size
+        yield "num_aux target_hidden_size", width <= LARGEST_WIDTH
+        yield "num_heads head_dim", self.num_heads * self.head_dim <= LARGEST_WIDTH
+        yield "hidden_size", 2 * self.hidden_size <= LARGEST_WIDTH
 
     def check_fit(self, target: TargetSizes) -> None:
         vocab_size = target.vocab_size

@@ -24,7 +24,8 @@ from .target_parts import TargetSizes
 
 BITS = FieldType("2, 3, 4, 5, 6 or 8", lambda v: is_whole(v) and v in QUANTIZED_BITS)
 GROUP = FieldType("32, 64 or 128", lambda v: is_whole(v) and v in GROUP_SIZES)
-SIZE = whole(1, 2**24)
+LARGEST_WIDTH = 2**24  # of a matrix: no head has a wider one
+SIZE = whole(1, LARGEST_WIDTH)
 Size = Annotated[int, SIZE]
 PACKING: Table = {"bits": BITS, "group_size": GROUP}
 FOLDER: Table = {
@@ -63,7 +64,7 @@ class FolderConfig(ABC):
         """Read the known fields of a ``config.json``, which ``where`` names in messages.
 
         Lists become tuples, and nulls are left out. Raises ValueError for a field that is missing,
-        of a wrong kind, or contradicts another.
+        of a wrong kind, or contradicts another: see ``rules``.
         """
         table = {f.name: BOOL if f.type is bool else get_args(f.type)[1] for f in fields(cls)}
         check(values, {**table, **FOLDER}, where)
@@ -75,7 +76,11 @@ class FolderConfig(ABC):
             elif field.default is MISSING and field.default_factory is MISSING:
                 raise ValueError(f"{where} has no {field.name}: convert the head again.")
         config = cls(**found)
-        config.check_sizes(where)
+        for names, holds in config.rules():
+            if not holds:
+                values = {name: getattr(config, name) for name in names.split()}
+                given = ", ".join(f"{name} {shown(value)}" for name, value in values.items())
+                raise ValueError(f"{where} gives {given}, which no head has: convert it again.")
         return config
 
     def to_dict(self) -> dict[str, Any]:
@@ -92,8 +97,8 @@ class FolderConfig(ABC):
         return config.targets
 
     @abstractmethod
-    def check_sizes(self, where: str | Path) -> None:
-        """Raise ValueError for sizes that do not go together."""
+    def rules(self) -> Iterator[tuple[str, bool]]:
+        """Yield names of fields that have to go together, and whether they do."""
 
     @abstractmethod
     def check_fit(self, target: TargetSizes) -> None:

@@ -203,9 +203,7 @@ class MTPDrafter(FeatureDrafter):
 
     def check_tree(self, shape: Tree) -> None:
         if not self.supports_trees:
-            raise ValueError(
-                "MTP layers that choose what they attend to draft chains only: leave the tree out."
-            )
+            raise ValueError("these MTP layers draft chains only: leave the tree out.")
         if self.num_drafted is not None:
             check_tree_width(shape, self.num_drafted)
 
@@ -279,9 +277,6 @@ class SteppedMTPDrafter(MTPDrafter):
 
     def batch_drafter(self) -> BatchDrafter | None:
         return None
-
-    def check_tree(self, shape: Tree) -> None:
-        raise ValueError("MTP layers that draft one token each draft chains: leave the tree out.")
 
     def logits(self, hidden: mx.array) -> mx.array:
         return self._logits_of(0, hidden)

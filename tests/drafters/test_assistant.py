@@ -463,7 +463,10 @@ REFUSED = {
     ),
     "an activation": ({"text_config": {"hidden_activation": "silu"}}, "hidden_activation"),
     "other types of layers": ({"text_config": {"layer_types": ["dense"] * 4}}, "layer_types"),
-    "more clusters than there are": ({"centroid_intermediate_top_k": 99}, "do not go together"),
+    "more clusters than there are": (
+        {"centroid_intermediate_top_k": 99},
+        "centroid_top_k 99, num_centroids",
+    ),
     "a number that is none": ({"centroid_intermediate_top_k": "x"}, "centroid_intermediate_top_k"),
 }
 

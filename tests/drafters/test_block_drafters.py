@@ -493,7 +493,7 @@ REFUSED = {
     "a mask beyond the vocabulary": (
         inside(mask_token_id=VOCAB),
         {},
-        f"masks with token {VOCAB}",
+        f"mask_token_id {VOCAB}, vocab_size {VOCAB}",
     ),
     "a mask that is none": (
         inside(mask_token_id="x"),
