@@ -30,7 +30,8 @@ Few = Annotated[int, FEW]
 LAYER_IDS = list_of(whole(-1, 4096), "whole numbers from -1")
 SCALINGS = ("linear", "llama3", "yarn")
 ACTIVATION = one_of("silu", "gelu_pytorch_tanh")
-INSIDE: Table = {
+SECTIONS: Table = {"transformer_layer_config": OBJECT, "dflash_config": OBJECT}
+PUBLISHED: Table = {
     "target_layer_ids": LAYER_IDS,
     "block_size": FEW,
     "input_embedding_scale": POSITIVE,
@@ -42,18 +43,11 @@ INSIDE: Table = {
     "selector_top_k": whole(1, 2**16),
     "dspark_bonus_anchor": BOOL,
     "sample_from_anchor": BOOL,
-}
-PUBLISHED: Table = {
-    **INSIDE,
-    "dflash_config": INSIDE,
     "is_causal": BOOL,
     "sliding_window_non_causal": BOOL,
     "aux_hidden_state_layer_ids": INT_LIST,
-    "transformer_layer_config": OBJECT,
     "rope_is_neox_style": BOOL,
     "speculators_config": {"proposal_methods": LIST},
-}
-LAYER: Table = {
     "vocab_size": SIZE,
     "rope_parameters": {"rope_type": TEXT},
     "rope_scaling": OBJECT,
@@ -61,7 +55,7 @@ LAYER: Table = {
     "sliding_window": whole(),
     "use_sliding_window": BOOL,
 }
-
+"""Types of keys of a published config, in any section, beside those of our own names."""
 
 MUSE_TYPE = "muse_glimmer_assistant"
 MUSE: dict[str, Any] = {
@@ -207,14 +201,10 @@ def known_tensors(tensors: Tensors) -> dict[str, Tensor]:
 
 def merged(config: Mapping[str, Any]) -> dict[str, Any]:
     """All keys of a published config in one dictionary, the more telling ones last."""
-    check(config, PUBLISHED, "config.json")
-    sections = (
-        config.get("transformer_layer_config") or {},
-        config,
-        config.get("dflash_config") or {},
-    )
-    settings = {k: v for section in sections for k, v in section.items() if v is not None}
-    check(settings, LAYER, "config.json")
+    check(config, SECTIONS, "config.json")
+    inner, inside = (config.get(name) or {} for name in SECTIONS)
+    settings = {k: v for part in (inner, config, inside) for k, v in part.items() if v is not None}
+    check(settings, PUBLISHED, "config.json")
     return settings
 
 
@@ -293,13 +283,11 @@ def windows_from(settings: Mapping[str, Any], num_layers: int, is_nested: bool) 
 
 def config_from(tensors: Tensors, config: Mapping[str, Any]) -> BlockConfig:
     """The config of a published checkpoint of DFlash."""
-    if config.get("model_type") == MUSE_TYPE:
-        config = {**MUSE, **{key: value for key, value in config.items() if value is not None}}
-        fields = fields_from(tensors, merged(config), is_nested=False)
+    is_muse = config.get("model_type") == MUSE_TYPE
+    fields = fields_from(tensors, (MUSE if is_muse else {}) | merged(config))
+    if is_muse:
         seen = [window and window + 1 for window in fields["windows"]]  # it counts the query apart
         fields |= {"windows": seen, "causal_layers": (), "scales_as_target": False}
-    else:
-        fields = fields_from(tensors, merged(config), "transformer_layer_config" in config)
     return BlockConfig.from_dict(fields, "config.json")
 
 
@@ -318,15 +306,16 @@ def first_slot_from(settings: Mapping[str, Any], default: int) -> int:
     return default
 
 
-def fields_from(tensors: Tensors, settings: Mapping[str, Any], is_nested: bool) -> dict[str, Any]:
-    """The fields that all drafters of blocks have, from the keys of a published config."""
+def fields_from(tensors: Tensors, settings: Mapping[str, Any], first: int = 1) -> dict[str, Any]:
+    """The fields of all drafters of blocks, from published keys; ``first`` slot if none says."""
+    is_nested = "transformer_layer_config" in settings
     sizes = sizes_from(tensors)
     if is_nested:
         taps = _need(settings, "aux_hidden_state_layer_ids")
         embeds = {"scales_as_target": False}  # it was trained on the raw rows of a copy
     else:
         taps = [i + 1 for i in _need(settings, "target_layer_ids")]
-        embeds = {"embed_scale": settings.get("input_embedding_scale", 1.0)}
+        embeds = {"embed_scale": settings.get("input_embedding_scale")}
     vocab_size = _need(settings, "vocab_size")
     draft_vocab = tensors["lm_head.weight"].shape[0] if "lm_head.weight" in tensors else vocab_size
     if draft_vocab < vocab_size and "d2t" not in tensors:
@@ -344,9 +333,9 @@ def fields_from(tensors: Tensors, settings: Mapping[str, Any], is_nested: bool) 
         "draft_vocab_size": draft_vocab,
         "mask_token_id": _need(settings, "mask_token_id"),
         "block_size": _need(settings, "block_size"),
-        "first_slot": first_slot_from(settings, 1),
-        "hidden_act": settings.get("hidden_act", "silu"),
-        "rms_norm_eps": settings.get("rms_norm_eps", 1e-6),
-        "max_position_embeddings": settings.get("max_position_embeddings", 32768),
+        "first_slot": first_slot_from(settings, first),
+        "hidden_act": settings.get("hidden_act"),
+        "rms_norm_eps": settings.get("rms_norm_eps"),
+        "max_position_embeddings": settings.get("max_position_embeddings"),
         "logit_softcap": settings.get("final_logit_softcapping"),
     }

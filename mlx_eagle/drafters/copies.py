@@ -78,12 +78,10 @@ class Copies:
         self.text.extend(run)
         self.num_unread = 0
         self._is_latest = False
-        num_seen = 0
-        for copied, token in zip(match.tokens, run, strict=False):
-            num_seen += 1
-            if copied != token:
-                return CopySeen(match.length, num_seen, num_seen - 1, match.is_answer)
-        return CopySeen(match.length, num_seen, num_seen, match.is_answer)
+        agrees = [copied == token for copied, token in zip(match.tokens, run, strict=False)]
+        num_right = [*agrees, False].index(False)
+        num_seen = min(num_right + 1, len(agrees))
+        return CopySeen(match.length, num_seen, num_right, match.is_answer)
 
     def drop_last(self, num_tokens: int) -> None:
         """Drop tokens that were read and are undone."""

@@ -170,7 +170,7 @@ def _name(name: str) -> str:
 def config_from(tensors: Tensors, config: Mapping[str, Any]) -> DFlash2Config:
     """The config of a published checkpoint."""
     settings = merged(config)
-    fields = fields_from(tensors, settings, "transformer_layer_config" in config)
+    fields = fields_from(tensors, settings)
     kernel = tensors.get("layers.0.attention_conv.base_kernel")
     projected = tensors.get("layers.0.attention_conv.kernel_projection.weight")
     codebook = tensors.get("candidate_selector.predecessor_codebook")
@@ -181,8 +181,8 @@ def config_from(tensors: Tensors, config: Mapping[str, Any]) -> DFlash2Config:
         "kernel_size": kernel.shape[1],
         "group_size": max(fields["hidden_size"] // num_groups, 1),
         "selector_rank": codebook.shape[-1],
-        "top_k": settings.get("selector_top_k", 16),
-        "output_multiplier": settings.get("output_multiplier", 1.0),
+        "top_k": settings.get("selector_top_k"),
+        "output_multiplier": settings.get("output_multiplier"),
     }
     return DFlash2Config.from_dict(made, "config.json")
 

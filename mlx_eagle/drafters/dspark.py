@@ -12,7 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..system.fields import one_of, whole
-from .block_config import BlockConfig, fields_from, first_slot_from, known_tensors, merged
+from .block_config import BlockConfig, fields_from, known_tensors, merged
 from .dflash import BlockAttention, BlockLayer, DFlashDrafter, DFlashHead, Sublayer, block_kind
 from .kind import Tensor, Tensors
 
@@ -195,7 +195,7 @@ def config_from(tensors: Tensors, config: Mapping[str, Any]) -> DSparkConfig:
             settings.pop(key, None)
         rope = settings.get("rope_parameters") or {}
         settings["rope_parameters"] = {k: rope[k] for k in ("rope_theta",) if k in rope}
-    fields = fields_from(tensors, settings, "transformer_layer_config" in config)
+    fields = fields_from(tensors, settings, int("transformer_layer_config" in settings))
     if fields["embed_source"] == "file":
         fields["scales_as_target"] = False
     if "layers.0.pre_feedforward_layernorm.weight" in tensors:
@@ -208,7 +208,6 @@ def config_from(tensors: Tensors, config: Mapping[str, Any]) -> DSparkConfig:
         takes_hidden = tensors[CONFIDENCE[0]].shape[-1] == fields["hidden_size"]
         estimates = "state" if takes_hidden else "markov"
     made = fields | {
-        "first_slot": first_slot_from(settings, 1 if "transformer_layer_config" in config else 0),
         "markov_rank": w1.shape[-1] if w1 is not None else 0,
         "markov_kind": markov_kind,
         "confidence": estimates,

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import KVCache, trim_prompt_cache
+from mlx_lm.models.cache import KVCache, RotatingKVCache, trim_prompt_cache
 
 from ..target_model.masks_and_ropes import BY_LENGTH, exact_masks, find_ropes, slot_positions
 from ..target_model.ragged import RaggedCaches
@@ -24,7 +24,7 @@ from .base import Draft, Pick, PickChildren, index_of, row_at
 from .batch_drafter import HeadBatchDrafter
 from .feature_drafter import FeatureDrafter
 from .head import Eagle3Head
-from .head_cache import SINKS, DraftOverlay, as_plain_caches, check_window, make_window
+from .head_cache import SINKS, DraftOverlay, as_plain_caches, check_window
 from .head_weights import attach_head
 from .kind import LoadOptions
 from .tree import Tree, check_tree_width
@@ -83,7 +83,8 @@ class EagleDrafter(FeatureDrafter):
     def make_cache(self) -> list[Any]:
         if self.draft_window is None:
             return super().make_cache()
-        return [*(make_window(self.draft_window) for _ in self.head.layers), KVCache()]
+        size = SINKS + self.draft_window
+        return [*(RotatingKVCache(size, keep=SINKS) for _ in self.head.layers), KVCache()]
 
     def _start(self, cache: list[Any]) -> None:
         super()._start(cache)

@@ -94,11 +94,6 @@ def check_window(size: int | None, own: int | None) -> None:
         )
 
 
-def make_window(size: int) -> RotatingKVCache:
-    """An empty cache that keeps the first ``SINKS`` slots and the last ``size``."""
-    return RotatingKVCache(SINKS + size, keep=SINKS)
-
-
 def as_plain_caches(caches: Sequence[RotatingKVCache]) -> list[KVCache]:
     """Plain caches with the slots of ``caches`` that a draft sees, in the order of the text.
 
