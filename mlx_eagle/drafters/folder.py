@@ -80,7 +80,9 @@ class FolderConfig(ABC):
             if not holds:
                 values = {name: getattr(config, name) for name in names.split()}
                 given = ", ".join(f"{name} {shown(value)}" for name, value in values.items())
-                raise ValueError(f"{where} gives {given}, which no head has: convert it again.")
+                raise ValueError(
+                    f"{where} gives {given}, which no head has: convert or fetch it again."
+                )
         return config
 
     def to_dict(self) -> dict[str, Any]:
