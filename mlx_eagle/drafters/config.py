@@ -128,7 +128,7 @@ class AttentionFields:
     )
 
     def attention_rules(self) -> Iterator[tuple[str, bool]]:
-        """Of ``FolderConfig.rules``, those of attention."""
+        """Rules of attention, a part of ``rules``."""
         dims = self.rope.get("dims") or self.head_dim
         yield "rope", self.rope.get("theta") is not None
         yield "num_heads num_kv_heads", self.num_heads % self.num_kv_heads == 0

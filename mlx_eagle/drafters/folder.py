@@ -78,8 +78,7 @@ class FolderConfig(ABC):
         config = cls(**found)
         for names, holds in config.rules():
             if not holds:
-                values = {name: getattr(config, name) for name in names.split()}
-                given = ", ".join(f"{name} {shown(value)}" for name, value in values.items())
+                given = ", ".join(f"{n} {shown(getattr(config, n))}" for n in names.split())
                 raise ValueError(
                     f"{where} gives {given}, which no head has: convert or fetch it again."
                 )
