@@ -32,7 +32,6 @@ from .mtp_layers import (
     each_step,
     family_named,
     family_of,
-    halves_swapped,
     prepared,
     text_args,
     type_of,
@@ -167,10 +166,8 @@ def load(
         return load_mtp(weights, model, options, quantization)
     made_for(config, folder / "config.json", sizes_of(model))
     packing = options.quantization()
-    own = read_weights(folder)
-    if config.get("state_first"):
-        own = each_step(own, halves_swapped)
-    drafter = _drafter_of(own, model, options.dtype, quantization, packing)
+    drafter = _drafter_of(read_weights(folder), model, options.dtype, quantization, packing)
+    drafter.head.state_first = config.get("state_first") is True
     drafter.take_hidden(config.get("state_normed", drafter.head.state_normed) is True)
     return drafter
 

@@ -28,8 +28,9 @@ class MTPHead(nn.Module):
     ):
         """``layers`` are mlx-lm's; ``arrays``: whether they take no mask by its name.
 
-        ``chooses`` says whether they attend to slots that an indexer chooses, ``state_normed``
-        whether states are those behind a norm, the target's and the head's own.
+        ``chooses`` says whether they attend to slots that an indexer chooses, ``state_first``
+        whether the joining matrix takes the state before the embedding, ``state_normed`` whether
+        states are those behind a norm, the target's and the head's own.
         """
         super().__init__()
         self.pre_fc_norm_embedding = nn.RMSNorm(hidden_size, eps)
@@ -39,6 +40,7 @@ class MTPHead(nn.Module):
         self.norm = nn.RMSNorm(hidden_size, eps)
         self._attends = [_has_cache(layer) for layer in layers]
         self._arrays = arrays
+        self.state_first = False
         self.state_normed = True
         self.chooses = any(isinstance(cache, CacheList) for cache in self.make_cache())
 
@@ -68,7 +70,7 @@ class MTPHead(nn.Module):
     def join(self, embeddings: mx.array, hidden: mx.array) -> mx.array:
         """Input of the layers: both through a norm each, side by side, then the matrix."""
         both = [self.pre_fc_norm_embedding(embeddings), self.pre_fc_norm_hidden(hidden)]
-        return self.fc(mx.concatenate(both, axis=-1))
+        return self.fc(mx.concatenate(both[::-1] if self.state_first else both, axis=-1))
 
 
 def _has_cache(layer: nn.Module) -> bool:
@@ -107,6 +109,15 @@ class MTPSteps(nn.Module):
         return norm
 
     chooses = True  # so no trees: which layer a slot is for depends on its depth
+
+    @property
+    def state_first(self) -> bool:
+        return bool(self.steps[0].state_first)
+
+    @state_first.setter
+    def state_first(self, is_first: bool) -> None:
+        for step in self.steps:
+            step.state_first = is_first
 
     def make_cache(self) -> list[Any]:
         return [KVCache() for _ in self.steps]

@@ -337,15 +337,10 @@ def _prepared(weights: Weights, family: MTPFamily, target: nn.Module) -> Weights
         outer = {n: w for n, w in weights.items() if not n.startswith(own)}
         inner = target.sanitize(inner)
         weights = outer | {n.replace(theirs, own, 1): w for n, w in inner.items()}
-    return halves_swapped(weights) if family.state_first else weights
-
-
-def halves_swapped(weights: Weights) -> Weights:
-    """Weights for embedding and state joined the other way around, packed or not."""
-    weights = dict(weights)
-    for name in [name for name in weights if name.startswith(JOIN)]:
-        first, second = mx.split(weights[name], 2, axis=-1)
-        weights[name] = mx.concatenate([second, first], axis=-1)
+    if family.state_first:
+        for name in [name for name in weights if name.startswith(JOIN)]:
+            first, second = mx.split(weights[name], 2, axis=-1)
+            weights[name] = mx.concatenate([second, first], axis=-1)
     return weights
 
 
