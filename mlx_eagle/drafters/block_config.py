@@ -312,7 +312,7 @@ def fields_from(tensors: Tensors, settings: Mapping[str, Any], first: int = 1) -
     sizes = sizes_from(tensors)
     if is_nested:
         taps = _need(settings, "aux_hidden_state_layer_ids")
-        embeds = {"scales_as_target": False}  # it was trained on the raw rows of a copy
+        embeds: dict[str, Any] = {"scales_as_target": False}  # trained on the raw rows of a copy
     else:
         taps = [i + 1 for i in _need(settings, "target_layer_ids")]
         embeds = {"embed_scale": settings.get("input_embedding_scale")}
