@@ -42,7 +42,10 @@ TOP_LEVEL = {
 }
 NAMES = ("generate", "chat", "server", "convert", "bench", "train", "doctor", "with")
 COMMANDS = [f"mlx_eagle.{name}" for name in NAMES]
-SHIPPED = [".py", ".typed", ".jsonl", ".json", ".safetensors", ".html", ".css", ".js", ".mplstyle"]
+SHIPPED = [
+    ".py", ".txt", ".typed", ".jsonl", ".json", ".safetensors", ".html", ".css", ".js",
+    ".mplstyle",
+]  # fmt: skip
 BUILD_SDIST = "import sys; from hatchling.build import build_sdist as b; b(sys.argv[1])"
 
 
