@@ -1,15 +1,15 @@
 """Messages from the generating thread to one client, with a report of the drafted tokens.
 
 No HTTP and no models in here; mlx-lm's kinds of messages only. The generating thread sends a
-``TokenOrigin`` with every token; for clients that ask with ``include_draft`` a ``DraftReport``
-puts them beside the text, chunk by chunk, in the client's thread.
+``TokenOrigin`` with every token; in the client's thread a ``TextReader`` splits the text, and for
+clients that ask with ``include_draft`` a ``DraftReport`` puts the tokens beside it.
 """
 
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from queue import Empty, SimpleQueue
 from threading import RLock
 from typing import Any
@@ -22,10 +22,6 @@ from ..structured import GrammarError
 from ..system.ranks import is_lost
 
 POLL = 0.5  # seconds between looks at whether the client is still there
-
-
-SHOWN = ("normal", "reasoning")
-"""States of mlx-lm's text machine whose text a client gets; the text of calls is not shown."""
 
 
 @dataclass(frozen=True)
@@ -218,90 +214,90 @@ def _as_request_error(error: Exception, status: int) -> RequestError:
     return RequestError(f"the request failed: {type(error).__name__}: {error}", status)
 
 
-@dataclass
-class DraftReport:
-    """Report of the drafted tokens of one answer.
+Letter = tuple[int, str, str]
+"""A letter of an answer: the number of its token, the state of mlx-lm's text machine, itself."""
 
-    mlx-lm's handler holds back text that may begin a stop word or a mark around reasoning and
-    calls. Its text machine runs here a second time, letter by letter, to know the token of every
-    letter that a client gets. ``state`` is where that machine begins.
+
+class TextReader:
+    """Splits the text of one answer as mlx-lm's text machine does, which begins at ``state``.
+
+    The machine holds back text that may begin a stop word or a mark around reasoning and calls.
+    It is fed letter by letter, so that the token of every letter is known.
     """
 
-    state: tuple[Any, ...]
-    num_batched: int = 0
-    _num_tokens: int = 0
-    _entries: list[Document] = field(default_factory=list)  # to be reported with the next chunk
-    # The first waits for a letter held.
-    _unlisted: deque[Document] = field(default_factory=deque)
-    _waiting: deque[tuple[Document, str]] = field(default_factory=deque)
-    _events: list[DraftingEvent] = field(default_factory=list)
+    def __init__(self, state: tuple[Any, ...]):
+        self.num_tokens = 0
+        self._state = state
+        self._held: deque[tuple[int, str]] = deque()
+
+    @property
+    def num_read(self) -> int:
+        """Number of the first tokens whose letters were all given, or belong to a mark."""
+        return self._held[0][0] if self._held else self.num_tokens
+
+    def read(self, response: PairResponse) -> Iterator[tuple[str, list[Letter]]]:
+        """Yield the states that the next token's text leads through, with the letters in each."""
+        if response.finish_reason != "stop" or response.stop_word is not None:
+            for letter in response.text:
+                self._held.append((self.num_tokens, letter))
+                self._state, segments = TextStateMachine.split(self._state, letter)
+                for state, text in segments:
+                    yield state, self._take(state, len(text))
+                if len(segments) > 1:  # a mark or a stop word is whole: the letters are its own
+                    self._held.clear()
+        self.num_tokens += 1
+        if response.finish_reason == "stop":
+            self._held.clear()  # as mlx-lm does
+            self._state, state = TextStateMachine.discard(self._state)
+            yield state, []
+        if response.finish_reason == "length":
+            self._state, text, state = TextStateMachine.flush(self._state)
+            yield state, self._take(state, len(text))
+
+    def _take(self, state: str, num_letters: int) -> list[Letter]:
+        taken = [self._held.popleft() for _ in range(num_letters)]
+        return [(number, state, letter) for number, letter in taken]
+
+
+class DraftReport:
+    """Report of the tokens of one answer: drafted or not, and with which letters."""
+
+    def __init__(self) -> None:
+        self.num_batched = 0
+        self._tokens: list[Document] = []
+        self._events: list[DraftingEvent] = []
+        self._num_listed = 0  # of the tokens
 
     def follow(self, response: PairResponse) -> None:
         """Take the next token."""
         origin = response.origin
-        token: Document = {"index": self._num_tokens, "id": response.token, "text": ""}
+        token: Document = {"index": len(self._tokens), "id": response.token, "text": ""}
         token |= {"depth": origin.depth, "length": origin.length}
-        if origin.batched:
-            token["batched"] = True
-        self._num_tokens += 1
+        self._tokens.append(token | ({"batched": True} if origin.batched else {}))
         self.num_batched += origin.batched
         self._events += origin.events
-        self._unlisted.append(token)
-        if response.finish_reason != "stop" or response.stop_word is not None:
-            for letter in response.text:
-                self._waiting.append((token, letter))
-                self._read(letter)
-        if response.finish_reason == "stop":
-            self._waiting.clear()  # and the text that comes with it, as mlx-lm does
-        if response.finish_reason == "length":
-            self._show(self.state[0], len(self._waiting))
-        self._list_up_to(self._waiting[0][0]["index"] if self._waiting else self._num_tokens)
 
-    def take(self) -> dict[str, Any]:
-        """Return the report of the tokens since the last call."""
-        entries = self._entries
-        self._entries = []
+    def take(self, shown: Sequence[Letter], num_read: int) -> Document:
+        """Report the letters that a client gets now, and the first ``num_read`` tokens, once.
+
+        A token has an entry for each stretch of its letters; one without letters has one, too.
+        """
+        texts: dict[tuple[int, bool], str] = {}
+        for number, state, letter in shown:
+            key = number, state == "reasoning"
+            texts[key] = texts.get(key, "") + letter
+        end = max([self._num_listed, num_read, *(number + 1 for number, _ in texts)])
+        empty = set(range(self._num_listed, end)) - {number for number, _ in texts}
+        self._num_listed = end
+        entries = [
+            self._tokens[number] | {"text": text} | ({"reasoning": True} if is_reasoning else {})
+            for (number, is_reasoning), text in texts.items()
+        ]
+        entries += [self._tokens[number] for number in empty]
         events = self._events
         self._events = []
+        entries.sort(key=lambda entry: entry["index"])
         return {"tokens": entries, "drafting_events": list(map(asdict, events))}
-
-    def drop(self, start: int, num_letters: int) -> None:
-        """Drop letters of the text, reasoning aside, that the next report would have."""
-        for entry in self._entries:
-            if entry.get("reasoning"):
-                continue
-            size = len(entry["text"])
-            end = max(0, start + num_letters)
-            entry["text"] = entry["text"][: max(0, start)] + entry["text"][end:]
-            start -= size
-
-    def _read(self, letter: str) -> None:
-        """Feed a letter to the machine, and show or drop the letters it no longer holds."""
-        self.state, segments = TextStateMachine.split(self.state, letter)
-        for shown_as, text in segments:
-            self._show(shown_as, len(text))
-        if len(segments) > 1:  # a mark or a stop word is complete: the letters are its own
-            self._waiting.clear()
-
-    def _show(self, state: str, num_letters: int) -> None:
-        for _ in range(num_letters):
-            token, letter = self._waiting.popleft()
-            if state not in SHOWN:
-                continue
-            self._list_up_to(token["index"])
-            entry = token | ({"reasoning": True} if state == "reasoning" else {})
-            if self._unlisted and self._unlisted[0] is token:
-                self._unlisted.popleft()
-                self._entries.append(entry)
-            last = self._entries[-1] if self._entries else {}
-            if any(last.get(name) != entry.get(name) for name in ("index", "reasoning")):
-                self._entries.append(last := entry)
-            last["text"] += letter
-
-    def _list_up_to(self, index: int) -> None:
-        """List the tokens before ``index``, which have no text to come."""
-        while self._unlisted and self._unlisted[0]["index"] < index:
-            self._entries.append(self._unlisted.popleft())
 
 
 def draft_usage(answers: Iterable[Stats]) -> dict[str, Any]:

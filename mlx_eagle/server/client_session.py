@@ -5,12 +5,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mlx_lm.generate import TextStateMachine
 from mlx_lm.server import CompletionRequest, GenerationContext, ToolCallFormatter
 
 from ..decoding.stats import Stats
 from ..system.progress import silent
-from .answer_stream import AnswerStream, DraftReport, PairResponse, counts
+from .answer_stream import AnswerStream, DraftReport, Letter, PairResponse, TextReader, counts
 from .body import PairArguments
 from .collect import Collector, chat_row
 from .engine import PairGenerator
@@ -32,36 +31,6 @@ class Piece:
     responses: list[PairResponse] = field(default_factory=list)
     draft: dict[str, Any] | None = None
     finish_reason: str | None = None
-
-
-class _Margin:
-    """White space before and after calls, which waits until text or a call follows."""
-
-    def __init__(self, has_calls: bool):
-        self._has_calls = has_calls
-        self._has_text = False  # since the last call
-        self.waiting = ""
-
-    def add(self, text: str) -> str:
-        """Return the text that can be shown, with the white space that waited before it."""
-        self.waiting += text
-        if self._has_calls and not self._has_text and not self.waiting.strip():
-            return ""
-        self._has_text = True
-        return self.at_end()
-
-    def at_call(self) -> int:
-        """Drop the waiting white space; return the number of its letters."""
-        num_letters = len(self.waiting)
-        self.waiting = ""
-        self._has_text = False
-        return num_letters
-
-    def at_end(self) -> str:
-        """Return the waiting white space."""
-        waiting = self.waiting
-        self.waiting = ""
-        return waiting
 
 
 class ClientSession:
@@ -128,7 +97,7 @@ class ClientSession:
         self.read_since = time.monotonic()
         self._context = context = self.answer.context(self._check)
         if self.args.reports_drafts:
-            self._report = DraftReport(context.text_sm.make_state(context.initial_state))
+            self._report = DraftReport()
         return context
 
     def pieces(self, progress: Callable[[int, int], None], is_stream: bool) -> Iterator[Piece]:
@@ -136,63 +105,78 @@ class ClientSession:
 
         White space beside calls is dropped: clients would take it for text in front of them.
         ``progress`` is called with the number of prompt tokens read, and of all.
-        ``is_stream``: calls have an ``index``, and drafts are reported piece by piece. Raises
-        RequestError.
+        ``is_stream``: calls have an ``index``. Raises RequestError.
         """
         context = self._context or self.open()
         parser = checked(context.tool_parser)
         tools = readable(self.request.tools, context.tool_parser)
         formatter = ToolCallFormatter(parser, tools, is_stream)
-        state = context.text_sm.make_state(context.initial_state)
+        reader = TextReader(context.text_sm.make_state(context.initial_state))
         previous = context.initial_state
         called = ""
         has_called = False
-        margin = _Margin(context.has_tool_calling and self.request.request_type == "chat")
-        num_sent = 0  # letters since the last report
+        has_margins = context.has_tool_calling and self.request.request_type == "chat"
+        is_margin = has_margins  # there was no text since the last call
+        margin: list[Letter] = []  # white space that waits until text or a call follows
+        shown: list[Letter] = []
         piece = Piece()
         for response in self._responses(progress):
             piece.responses.append(response)
-            state, segments = _split(state, response)
-            for segment_type, text in segments:
-                if segment_type == "tool":
-                    self._drop(num_sent + len(piece.text), margin.at_call())
-                    called += text
-                elif segment_type == "reasoning":
-                    piece.text += margin.at_end()
-                    piece.reasoning += text
-                else:
+            for state, letters in reader.read(response):
+                if state == "tool":
+                    called += "".join(letter for _, _, letter in letters)
+                    margin = []
+                    is_margin = has_margins
+                    previous = state
+                    continue
+                if state != "reasoning":
                     if previous == "tool":
                         piece.calls += formatter([called])
                         called = ""
                         has_called = True
-                    piece.text += margin.add(text)
-                previous = segment_type
-            is_settled = previous != "tool" and not margin.waiting
-            if is_settled and (piece.text or piece.reasoning or piece.calls):
-                num_sent += 0 if is_stream else len(piece.text)
-                yield self._reported(piece) if is_stream else piece
+                    is_margin &= all(letter.isspace() for _, _, letter in letters)
+                margin += letters
+                if state == "reasoning" or not is_margin:
+                    shown += margin
+                    margin = []
+                previous = state
+            if previous != "tool" and not margin and (shown or piece.calls):
+                yield self._complete(piece, shown, reader)
+                shown = []
                 piece = Piece()
         if previous == "tool" and called:
             piece.calls += formatter([called])
             has_called = True
-        if has_called:
-            self._drop(num_sent + len(piece.text), margin.at_call())
-        piece.text += margin.at_end()
+        shown += [] if has_called else margin
         piece.finish_reason = self._finish_reason or "stop"
         if piece.finish_reason == "stop" and has_called:
             piece.finish_reason = "tool_calls"
-        yield self._reported(piece)
+        yield self._complete(piece, shown, reader)
+
+    def _complete(self, piece: Piece, shown: list[Letter], reader: TextReader) -> Piece:
+        """Add its text to a piece, and the report of it if the client asked for that."""
+        piece.text = "".join(letter for _, state, letter in shown if state != "reasoning")
+        piece.reasoning = "".join(letter for _, state, letter in shown if state == "reasoning")
+        if self._report is not None and self.answer is not None:
+            piece.draft = self._report.take(shown, reader.num_read)
+            if piece.finish_reason is not None:
+                piece.draft["counts"] = counts(self.answer.stats, self._report.num_batched)
+        return piece
 
     def whole(self) -> Piece:
         """Wait for the whole answer and return it in one piece."""
         pieces = list(self.pieces(silent, is_stream=False))
-        return replace(
+        whole = replace(
             pieces[-1],
             text="".join(piece.text for piece in pieces),
             reasoning="".join(piece.reasoning for piece in pieces),
             calls=[call for piece in pieces for call in piece.calls],
             responses=[response for piece in pieces for response in piece.responses],
         )
+        if whole.draft is not None:
+            for name in ("tokens", "drafting_events"):
+                whole.draft[name] = [each for p in pieces for each in (p.draft or {})[name]]
+        return whole
 
     def collect(self, collector: Collector) -> None:
         """Give the chat and its answer to ``collector``, unless the answer was cut off."""
@@ -224,35 +208,7 @@ class ClientSession:
                 self._report.follow(response)
             yield response
 
-    def _drop(self, start: int, num_letters: int) -> None:
-        """Drop letters of the text since the last draft report from the next one, too."""
-        if self._report is not None and num_letters:
-            self._report.drop(start, num_letters)
-
-    def _reported(self, piece: Piece) -> Piece:
-        """Add the draft report to the piece if the client asked for it."""
-        if self._report is None or self.answer is None:
-            return piece
-        piece.draft = self._report.take()
-        if piece.finish_reason is not None:
-            piece.draft["counts"] = counts(self.answer.stats, self._report.num_batched)
-        return piece
-
     def _check(self) -> None:
         """Raise if no answer will come."""
         self._check_connected(self)
         self.generator.check_alive()
-
-
-def _split(state: Any, response: PairResponse) -> tuple[Any, list[tuple[str, str]]]:
-    """Return the text machine's next state, and the segments that it yields."""
-    segments: list[tuple[str, str]] = []
-    if response.finish_reason != "stop" or response.stop_word is not None:
-        state, segments = TextStateMachine.split(state, response.text)
-    if response.finish_reason == "stop":
-        state, segment_type = TextStateMachine.discard(state)
-        segments = [*segments, (segment_type, "")]
-    if response.finish_reason == "length":
-        state, rest, segment_type = TextStateMachine.flush(state)
-        segments = [*segments, (segment_type, rest)]
-    return state, segments

@@ -18,7 +18,7 @@ from mlx_eagle import stream_generate
 from mlx_eagle.decoding import generate_step
 from mlx_eagle.decoding.stats import OFF
 from mlx_eagle.draft_models import open_drafter
-from mlx_eagle.server.answer_stream import DraftReport, PairResponse, TokenOrigin
+from mlx_eagle.server.answer_stream import DraftReport, PairResponse, TextReader, TokenOrigin
 
 ASKED = {"stream": True, "stream_options": {"include_draft": True}}
 STORY = {"prompt": "Once upon a time", "max_tokens": 60, "logit_bias": ENDLESS}
@@ -191,6 +191,23 @@ def test_what_is_no_wish(server, wish):
         server.complete(**STORY, **wish)
 
 
+class Told:
+    """What a client is told of the responses that it gets, one after the other."""
+
+    def __init__(self, machine: TextStateMachine):
+        self.report, self.reader = DraftReport(), TextReader(machine.make_state("normal"))
+        self.shown = []
+
+    def follow(self, response: PairResponse) -> None:
+        self.report.follow(response)
+        for state, letters in self.reader.read(response):
+            self.shown += letters if state != "tool" else []
+
+    def take(self) -> list[dict]:
+        shown, self.shown = self.shown, []
+        return self.report.take(shown, self.reader.num_read)["tokens"]
+
+
 def handled(machine: TextStateMachine, pieces: list[str], finish_reason: str) -> list[tuple]:
     """(kind, letter) that mlx-lm's handler gives for these pieces of text."""
     state, found = machine.make_state("normal"), []
@@ -214,13 +231,13 @@ def test_letters_are_known_by_their_tokens(seed):
     parts = ["", "a", "b", "ab", "<", "<t", "think>", "<think>", "</think>", "t>", "</t>", "é<t>"]
     pieces = [rng.choice(parts) for _ in range(40)]
     finish_reason = rng.choice(["stop", "length"])
-    report, reported = DraftReport(machine.make_state("normal")), []
+    report, reported = Told(machine), []
     for i, piece in enumerate(pieces):
         finish = finish_reason if i == 39 else None
         report.follow(PairResponse(piece, i, 0.0, finish, (), TokenOrigin(i % 3, 3)))
         if rng.random() < 0.3:
-            reported += report.take()["tokens"]
-    reported += report.take()["tokens"]
+            reported += report.take()
+    reported += report.take()
     found = [
         ("reasoning" if token.get("reasoning") else "normal", letter)
         for token in reported
@@ -236,16 +253,16 @@ def test_letters_are_known_by_their_tokens(seed):
 
 def test_a_letter_that_was_held_is_told_with_its_own_token():
     machine = TextStateMachine({"normal": [("stop", "normal")]})
-    report = DraftReport(machine.make_state("normal"))
+    report = Told(machine)
     report.follow(PairResponse("a st", 7, 0.0, None, (), TokenOrigin(1, 2)))
-    (first,) = report.take()["tokens"]
+    (first,) = report.take()
     report.follow(PairResponse("ay", 8, 0.0, None, (), TokenOrigin(0, 2)))
-    second, third = report.take()["tokens"]
+    second, third = report.take()
     assert [first["text"], second["text"], third["text"]] == ["a ", "st", "ay"]
     assert [first["index"], second["index"], third["index"]] == [0, 0, 1]
     report.follow(PairResponse("x", 9, 0.0, "length", (), TokenOrigin(batched=True)))
-    (last,) = report.take()["tokens"]
-    assert last["batched"] and report.num_batched == 1
+    (last,) = report.take()
+    assert last["batched"] and report.report.num_batched == 1
 
 
 def test_caches_need_not_be_reused(server):
