@@ -73,22 +73,12 @@ def answer(reply: Reply, body: Document) -> None:
     model = model_name(reply, chat)
     with as_request_errors():
         args = read_arguments(chat, reply.provider.cli_args, is_chat=True)
-    session = reply.new_session(chat_request(chat), args)
-    session.submit()
-    session.open()
-    blocks = _Blocks(bool(chat.get(OMITTED)))
+    session = reply.begin(chat_request(chat), args)
     message = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant"}
-    message |= {"model": model, "content": blocks.content}
-    message |= {"stop_reason": None, "stop_sequence": None, "usage": _usage(session)}
-    if chat.get("stream"):
-        reply.begin_events()
-    for event in _events(reply, session, message, blocks):
-        if "thread" in asked and message["stop_reason"] is not None:
-            reply.server.threads.keep(asked, message)
-        if reply.is_streaming:
-            reply.write(event)
-    if not reply.is_streaming:
-        reply.send_json(message)
+    message |= {"model": model, "content": [], "stop_reason": None, "stop_sequence": None}
+    message["usage"] = _usage(session)
+    events = _events(reply, session, asked, message, bool(chat.get(OMITTED)))
+    reply.send_events(events, message, bool(chat.get("stream")))
 
 
 def count_tokens(reply: Reply, body: Document) -> None:
@@ -273,8 +263,8 @@ def _event(event_type: str, **fields: Any) -> str:
 class _Blocks:
     """Blocks of an answer, which grow with their events; one is open at a time."""
 
-    def __init__(self, omits_thoughts: bool) -> None:
-        self.content: list[Document] = []
+    def __init__(self, content: list[Document], omits_thoughts: bool) -> None:
+        self.content = content
         self._omits_thoughts = omits_thoughts
         self._is_open = False
 
@@ -318,9 +308,10 @@ class _Blocks:
 
 
 def _events(
-    reply: Reply, session: ClientSession, message: Document, blocks: _Blocks
+    reply: Reply, session: ClientSession, asked: Document, message: Document, omits_thoughts: bool
 ) -> Iterator[str]:
-    """Yield the events of an answer; ``message`` is whole before the last two."""
+    """Yield the events of an answer; ``message`` is whole, and kept, before the last two."""
+    blocks = _Blocks(message["content"], omits_thoughts)
     yield _event("message_start", message=message)
     ping = _event("ping")
     yield ping
@@ -335,5 +326,7 @@ def _events(
     yield from blocks.close()
     end = _end(session, piece)
     message |= end | {"usage": _usage(session)}
+    if "thread" in asked:
+        reply.server.threads.keep(asked, message)
     yield _event("message_delta", delta=end, usage=message["usage"])
     yield _event("message_stop")

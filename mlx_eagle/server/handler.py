@@ -11,7 +11,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler
@@ -71,8 +71,7 @@ class Route:
     """A path for POST: ``check`` gives the fields to ``answer``, or raises ValueError.
 
     ``fields``: the kind of its fields, a key of ``KNOWN``.
-    ``generates``: it counts as a request to generate. ``streams_errors``: a stream that breaks off
-    ends with an error event; else ``answer`` has sent it.
+    ``generates``: it counts as a request to generate.
     """
 
     fields: str
@@ -80,7 +79,6 @@ class Route:
     answer: Callable[["Reply", dict[str, Any]], None]
     generates: bool = True
     error_document: Callable[[RequestError], dict[str, Any]] = error_document
-    streams_errors: bool = True
 
 
 RESPONSES = "/v1/responses/"  # and the name of one that is kept
@@ -149,13 +147,44 @@ class Reply(BaseHTTPRequestHandler):
         """Send a whole answer."""
         self.send(status, "application/json", json.dumps(document).encode())
 
-    def begin_events(self, content_type: str = "text/event-stream") -> None:
-        """Send the head of a stream."""
+    def begin(self, request: CompletionRequest, args: PairArguments) -> ClientSession:
+        """Begin to answer one prompt. Raises RequestError."""
+        session = self.new_session(request, args)
+        session.submit()
+        session.open()
+        return session
+
+    def begin_events(
+        self,
+        content_type: str = "text/event-stream",
+        failed: Callable[[RequestError], str] | None = None,
+    ) -> None:
+        """Send the head of a stream; ``failed`` formats the event that ends it if it breaks off.
+
+        Without it that is the error as the route has it.
+        """
+        self.failed = failed
         self.is_streaming = self.close_connection = True
         self.send_response(200)
         self.send_header("Content-type", content_type)
         self.send_header("Cache-Control", "no-cache")
         self._end_head()
+
+    def send_events(
+        self,
+        events: Iterator[str],
+        document: Document,
+        is_stream: bool,
+        failed: Callable[[RequestError], str] | None = None,
+    ) -> None:
+        """Send the events, or the document that is whole behind the last of them."""
+        if is_stream:
+            self.begin_events(failed=failed)
+        for event in events:
+            if is_stream:
+                self.write(event)
+        if not is_stream:
+            self.send_json(document)
 
     def write(self, text: str) -> None:
         """Send a part of a stream."""
@@ -407,8 +436,8 @@ class PairHandler(Reply):
             self.send_json(document, error.status)
             return
         self.status = error.status
-        if self.route.streams_errors:
-            self.write(event_text(document, document.get("type", "")))
+        event = event_text(document, document.get("type", ""))
+        self.write(event if self.failed is None else self.failed(error))
 
     def _end_request(self) -> None:
         """Stop generating, count the request, and log it."""

@@ -18,7 +18,7 @@ from mlx_lm.utils import get_total_parameters
 from ..system.device import weight_bytes
 from ..system.fields import check_type
 from ..system.progress import silent
-from .answer_stream import Document, RequestError, on_error, told_as
+from .answer_stream import Document, RequestError
 from .body import check_body, read_arguments, shortened
 from .client_session import ClientSession, Piece
 from .completions import chat_request, logprob_of, model_name
@@ -127,28 +127,23 @@ def answer(reply: Reply, body: Document) -> None:
         request = chat_request(chat)
     else:
         request = CompletionRequest("text", chat["prompt"], [], None, None)
-    session = reply.new_session(request, args)
-    session.submit()
-    session.open()
+    session = reply.begin(request, args)
     if not body["asked"].get("stream", True):
         piece = session.whole()
         reply.send_json(
             base | _shown(reply, session, piece, is_chat) | _end(reply, session, piece)
         )
         return
-    reply.begin_events(LINES)
-
-    def tell(error: Exception) -> None:
-        told = told_as(error)
-        reply.write(json.dumps(error_document(told)) + "\n")
-        raise told
-
-    with on_error(tell):
-        for line in _lines(reply, session, is_chat):
-            reply.write(json.dumps(base | {"created_at": _now()} | line) + "\n")
+    reply.begin_events(LINES, lambda error: _line(error_document(error)))
+    for document in _documents(reply, session, is_chat):
+        reply.write(_line(base | {"created_at": _now()} | document))
 
 
-def _lines(reply: Reply, session: ClientSession, is_chat: bool) -> Iterator[Document]:
+def _line(document: Document) -> str:
+    return json.dumps(document) + "\n"
+
+
+def _documents(reply: Reply, session: ClientSession, is_chat: bool) -> Iterator[Document]:
     for piece in session.pieces(silent, is_stream=False):
         if piece.text or piece.reasoning or piece.calls or piece.responses:
             yield _shown(reply, session, piece, is_chat) | {"done": False}

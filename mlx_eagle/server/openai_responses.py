@@ -15,7 +15,7 @@ from mlx_lm.server import CompletionRequest
 
 from ..system.fields import check_type
 from ..system.progress import silent
-from .answer_stream import Document, RequestError, on_error, told_as
+from .answer_stream import Document, RequestError
 from .body import PairArguments, check_body, read_arguments, shortened
 from .client_session import ClientSession
 from .completions import asked_draft_usage, chat_request, logprob_of, model_name
@@ -228,25 +228,9 @@ def answer(reply: Reply, body: Document) -> None:
         args = read_arguments(chat, reply.provider.cli_args, is_chat=True)
         request = _request(reply, asked, chat, items, args)
     response = _begun(reply, asked, chat, args)
-    session = reply.new_session(request, args)
-    session.submit()
-    session.open()
+    session = reply.begin(request, args)
     events = _Events(reply, response, items)
-    if not chat.get("stream"):
-        for _ in events.of(session):
-            pass
-        reply.send_json(response)
-        return
-    reply.begin_events()
-
-    def tell(error: Exception) -> None:
-        told = told_as(error)
-        reply.write(events.failed(told))
-        raise told
-
-    with on_error(tell):
-        for event in events.of(session):
-            reply.write(event)
+    reply.send_events(events.of(session), response, bool(chat.get("stream")), events.failed)
 
 
 def count_tokens(reply: Reply, body: Document) -> None:

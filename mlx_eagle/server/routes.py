@@ -15,7 +15,7 @@ ROUTES = {
         "chat", partial(check_body, needed="messages"), openai.answer_chat
     ),
     "/v1/completions": Route("text", partial(check_body, needed="prompt"), openai.answer_text),
-    "/v1/responses": Route("responses", responses.check, responses.answer, streams_errors=False),
+    "/v1/responses": Route("responses", responses.check, responses.answer),
     "/v1/responses/input_tokens": Route(
         "responses", responses.check, responses.count_tokens, False
     ),
@@ -25,11 +25,9 @@ ROUTES = {
     "/v1/messages/count_tokens": Route(
         "messages", anthropic.check_count, anthropic.count_tokens, False, anthropic.error_document
     ),
-    "/api/chat": Route(
-        "ollama", ollama.check_chat, ollama.answer, True, ollama.error_document, False
-    ),
+    "/api/chat": Route("ollama", ollama.check_chat, ollama.answer, True, ollama.error_document),
     "/api/generate": Route(
-        "ollama", ollama.check_generate, ollama.answer, True, ollama.error_document, False
+        "ollama", ollama.check_generate, ollama.answer, True, ollama.error_document
     ),
     "/api/show": Route("ollama", ollama.check_show, ollama.show, False, ollama.error_document),
     "/tokenize": Route("tokens", openai.check_tokenize, openai.tokenize, generates=False),
