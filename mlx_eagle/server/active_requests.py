@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 import mlx.core as mx
-from mlx_lm.generate import StopSequences
 from mlx_lm.server import _make_logits_processors
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -73,11 +72,7 @@ class RequestFactory:
         self._stream = stream
 
     def open(
-        self,
-        answer: AnswerStream,
-        tokenized: Tokenized,
-        args: PairArguments,
-        stop_sequences: StopSequences,
+        self, answer: AnswerStream, tokenized: Tokenized, args: PairArguments
     ) -> ActiveRequest:
         """Begin a request, ready to read its prompt. Raises ValueError for impossible ones."""
         provider = self._provider
@@ -89,7 +84,7 @@ class RequestFactory:
         active = ActiveRequest(
             answer,
             args,
-            ResponseWriter(provider.tokenizer, stop_sequences, args, prompt),
+            ResponseWriter(provider.tokenizer, args, prompt),
             Request(prompt, limits, []),
             is_drafted,
             tokenized.ends if provider.needs_snapshots else {},

@@ -1,6 +1,6 @@
 """Messages from the generating thread to one client, with a report of the drafted tokens.
 
-No HTTP and no models in here; mlx-lm's kinds of messages only. The generating thread sends a
+No HTTP and no models in here. The generating thread sends a
 ``TokenOrigin`` with every token; in the client's thread a ``TextReader`` splits the text, and for
 clients that ask with ``include_draft`` a ``DraftReport`` puts the tokens beside it.
 """
@@ -15,7 +15,7 @@ from threading import RLock
 from typing import Any
 
 from mlx_lm.generate import TextStateMachine
-from mlx_lm.server import GenerationContext, Response
+from mlx_lm.server import Response
 
 from ..decoding.stats import DraftingEvent, Stats
 from ..structured import GrammarError
@@ -49,8 +49,8 @@ class PairResponse(Response):
 
 Document = dict[str, Any]
 """A JSON object sent to a client or received from it."""
-Message = GenerationContext | PairResponse | tuple[int, int] | Exception | None
-"""A context, then responses and progress through the prompt, then None or an error."""
+Message = int | PairResponse | tuple[int, int] | Exception | None
+"""The number of cached tokens, progress through the prompt, responses, then None or an error."""
 
 
 class RequestError(Exception):
@@ -75,7 +75,7 @@ def error_document(error: RequestError) -> Document:
 class AnswerStream:
     """The messages to one client, in order.
 
-    ``put`` is called in the generating thread; ``context`` and ``responses`` in the client's;
+    ``put`` is called in the generating thread; ``wait`` and ``responses`` in the client's;
     ``leave`` in either. ``tokens`` were generated so far, ``stats`` counts the drafted ones.
     ``on_end`` is called once nothing more will be generated.
     """
@@ -108,8 +108,7 @@ class AnswerStream:
             if message is None or isinstance(message, Exception):
                 self._end(message)
                 return
-            if not isinstance(message, GenerationContext):
-                self.began = self.began or time.monotonic()
+            self.began = self.began or time.monotonic()
             if isinstance(message, PairResponse):
                 self.tokens.append(message.token)
             self._messages.put(message)
@@ -151,12 +150,15 @@ class AnswerStream:
             except Empty:
                 pass
 
-    def context(self, check: Callable[[], None]) -> GenerationContext:
-        """Wait for the first message. Raises RequestError if the request could not be begun."""
+    def wait(self, check: Callable[[], None]) -> int:
+        """Wait until the request has begun; return how many tokens of its prompt were cached.
+
+        Raises RequestError if it could not be begun.
+        """
         first = self.next(check)
         if isinstance(first, Exception):
             raise _as_request_error(first, 400) from first
-        if not isinstance(first, GenerationContext):
+        if not isinstance(first, int):
             raise RequestError("the server is stopping.", 503)
         return first
 

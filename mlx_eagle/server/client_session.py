@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mlx_lm.server import CompletionRequest, GenerationContext, ToolCallFormatter
+from mlx_lm.generate import make_text_state_machine
+from mlx_lm.server import CompletionRequest, ToolCallFormatter
 
 from ..decoding.stats import Stats
 from ..system.progress import silent
@@ -57,11 +58,11 @@ class ClientSession:
         self._check_connected = check_connected
         self.answer: AnswerStream | None = None
         self.prompt: list[int] = []
+        self.num_cached = 0  # tokens of the prompt that an earlier request had computed
         self.num_generated = 0
         self.stop_word: str | None = None  # of the client's, with which the answer ended
         self.read_since = 0.0  # time.monotonic() of the first look at the answer
         self._tokenized = Tokenized([])
-        self._context: GenerationContext | None = None
         self._report: DraftReport | None = None
         self._finish_reason: str | None = None
 
@@ -69,11 +70,6 @@ class ClientSession:
     def stats(self) -> Stats:
         """Counts of its drafts so far."""
         return Stats() if self.answer is None else self.answer.stats
-
-    @property
-    def num_cached(self) -> int:
-        """Number of prompt tokens that an earlier request had computed."""
-        return max(0, self._context.prompt_cache_count) if self._context is not None else 0
 
     def submit(self, leader: "ClientSession | None" = None) -> None:
         """Tokenize the prompt and queue the request. Raises RequestError.
@@ -91,14 +87,13 @@ class ClientSession:
         behind = None if leader is None else leader.answer
         self.answer = self.generator.submit(self._tokenized, self.args, behind)
 
-    def open(self) -> GenerationContext:
+    def open(self) -> None:
         """Wait until the request has begun. Raises RequestError if it cannot."""
         assert self.answer is not None
         self.read_since = time.monotonic()
-        self._context = context = self.answer.context(self._check)
+        self.num_cached = self.answer.wait(self._check)
         if self.args.reports_drafts:
             self._report = DraftReport()
-        return context
 
     def pieces(self, progress: Callable[[int, int], None], is_stream: bool) -> Iterator[Piece]:
         """Yield the pieces of the answer as soon as mlx-lm's text machine gives them.
@@ -107,15 +102,18 @@ class ClientSession:
         ``progress`` is called with the number of prompt tokens read, and of all.
         ``is_stream``: calls have an ``index``. Raises RequestError.
         """
-        context = self._context or self.open()
-        parser = checked(context.tool_parser)
-        tools = readable(self.request.tools, context.tool_parser)
-        formatter = ToolCallFormatter(parser, tools, is_stream)
-        reader = TextReader(context.text_sm.make_state(context.initial_state))
-        previous = context.initial_state
+        if not self.read_since:
+            self.open()
+        tokenizer = self.generator.model_provider.tokenizer
+        parser = tokenizer.tool_parser
+        tools = readable(self.request.tools, parser)
+        formatter = ToolCallFormatter(checked(parser), tools, is_stream)
+        previous = self._tokenized.initial_state
+        machine = make_text_state_machine(tokenizer, self.args.stop_words)
+        reader = TextReader(machine.make_state(previous))
         called = ""
         has_called = False
-        has_margins = context.has_tool_calling and self.request.request_type == "chat"
+        has_margins = tokenizer.has_tool_calling and self.request.request_type == "chat"
         is_margin = has_margins  # there was no text since the last call
         margin: list[Letter] = []  # white space that waits until text or a call follows
         shown: list[Letter] = []

@@ -22,7 +22,7 @@ from threading import Event, Lock
 
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.server import CompletionRequest, GenerationContext, ResponseGenerator
+from mlx_lm.server import CompletionRequest, ResponseGenerator
 
 from ..batch.group import Group, RoundOutput
 from ..batch.requests import Request, first_token, reason_not_batchable
@@ -116,9 +116,14 @@ class Schedule:
         for i in orders.overdue:
             self._active[i].is_overdue = True
 
-    def add(self, active: ActiveRequest) -> None:
-        """Add a request, which is answered from the next step on."""
-        active.answer.put((0, active.num_uncached))
+    def begin(self, answer: AnswerStream, prompt: Tokenized, args: PairArguments) -> None:
+        """Begin a request, which is answered from the next step on.
+
+        Raises ValueError if the pair cannot do it.
+        """
+        active = self.factory.open(answer, prompt, args)
+        answer.put(active.num_cached)
+        answer.put((0, active.num_uncached))
         self._active.append(active)
         self._reading.append(active)
 
@@ -403,7 +408,7 @@ class PairGenerator(ResponseGenerator):
             if args.constraint is not None:
                 args.grammar = make_grammar(args.constraint, self.model_provider.tokenizer)
             with on_error(answers[i].put):
-                self._begin(schedule, answers[i], tokenized, args)
+                schedule.begin(answers[i], tokenized, args)
         return not orders.is_stopping
 
     def _read_orders(self, schedule: Schedule, answers: list[AnswerStream]) -> Orders:
@@ -430,25 +435,3 @@ class PairGenerator(ResponseGenerator):
             if not asked[0].is_over:
                 is_idle = False
                 yield asked
-
-    def _begin(
-        self, schedule: Schedule, answer: AnswerStream, tokenized: Tokenized, args: PairArguments
-    ) -> None:
-        """Begin to answer a request. Raises ValueError if the pair cannot do it."""
-        provider = self.model_provider
-        tokenizer = self.model_provider.tokenizer
-        stop_sequences, text_machine = self._make_state_machine(
-            provider.model_key, tokenizer, args.stop_words
-        )
-        active = schedule.factory.open(answer, tokenized, args, stop_sequences)
-        context = GenerationContext(
-            has_tool_calling=tokenizer.has_tool_calling,
-            has_thinking=tokenizer.has_thinking,
-            tool_parser=tokenizer.tool_parser,
-            text_sm=text_machine,
-            initial_state=tokenized.initial_state,
-            prompt=tokenized.tokens,
-            prompt_cache_count=active.num_cached,
-        )
-        answer.put(context)
-        schedule.add(active)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from mlx_lm.generate import StopSequences
+from mlx_lm.generate import make_stop_sequences
 from mlx_lm.tokenizer_utils import NaiveStreamingDetokenizer, TokenizerWrapper
 
 from ..batch.group import RoundOutput
@@ -17,17 +17,11 @@ CONTINUED = 8  # tokens of a prompt that its continuation is spelled behind
 class ResponseWriter:
     """Writes the responses for the tokens of one answer, in order."""
 
-    def __init__(
-        self,
-        tokenizer: TokenizerWrapper,
-        stop_sequences: StopSequences,
-        args: PairArguments,
-        prompt: list[int],
-    ):
+    def __init__(self, tokenizer: TokenizerWrapper, args: PairArguments, prompt: list[int]):
         self._tokenizer = tokenizer
         self._args = args
         self._detokenizer = tokenizer.detokenizer
-        self._matcher = stop_sequences.matcher()
+        self._matcher = make_stop_sequences(tokenizer, args.stop_words).matcher()
         self._num_tokens = 0
         self._tail = ""  # of the text, in which a stop word may have begun
         if args.keeps_space:  # mlx-lm takes a space away from what a text begins with
