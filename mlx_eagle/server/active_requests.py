@@ -1,9 +1,8 @@
 """Requests in the generating thread: begun on cached prefixes, sampled and written."""
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from copy import deepcopy
-from dataclasses import dataclass, field
 from itertools import pairwise
 
 import mlx.core as mx
@@ -16,7 +15,6 @@ from ..decoding.processors import LogitsProcessor, is_pure
 from ..decoding.sampling import Sampler, Sampling, SamplingOptions, sampler_for
 from ..decoding.setup import begin_drafter, open_decoder, read_tree
 from ..drafters.base import NullDrafter
-from ..drafters.tree import Tree
 from ..target_model.cache_view import close_windows
 from ..target_model.rollback import CacheQuantization
 from .answer_stream import AnswerStream
@@ -28,95 +26,76 @@ from .provider import PairProvider
 from .response_writer import ResponseWriter
 
 
-@dataclass(eq=False)
 class ActiveRequest:
     """A request that is being answered.
 
     ``num_cached`` tokens of its prompt were in caches; of the ``num_uncached`` others ``num_read``
-    have been read, and each step of ``chunks`` reads some. ``is_single``: a round
-    that it shared has failed, so it shares none any more. Its caches are filed at ``ends`` (see
-    ``Tokenized``). ``tokens`` were sent. Its client ``has_left``, or it ``is_overdue``.
+    have been read, and each step of ``chunks`` reads some. ``is_single``: a round that it shared
+    has failed, so it shares none any more. ``tokens`` were sent. Its client ``has_left``, or it
+    ``is_overdue``; it ``is_done`` when all was said that will be.
     """
 
-    answer: AnswerStream
-    args: PairArguments
-    writer: ResponseWriter
-    request: Request
-    is_drafted: bool
-    ends: Mapping[int, str]
-    is_single: bool = False
-    is_done: bool = False  # all was said that will be
-    has_left: bool = False
-    is_overdue: bool = False
-    tokens: list[int] = field(default_factory=list)
-    chunks: Iterator[int] = field(default_factory=lambda: iter(()))
-    num_cached: int = 0
-    num_uncached: int = 0
-    num_read: int = 0
+    chunks: Iterator[int]
+    num_cached: int
+    num_uncached: int
+    num_read: int
+
+    def __init__(
+        self,
+        provider: PairProvider,
+        prompt_cache: PairCache,
+        stream: mx.Stream,
+        answer: AnswerStream,
+        tokenized: Tokenized,
+        args: PairArguments,
+    ):
+        """Begin it, ready to read its prompt. Raises ValueError where the pair cannot do it."""
+        self._provider = provider
+        self._prompt_cache = prompt_cache
+        self._stream = stream
+        self.answer = answer
+        self.args = args
+        self.is_drafted = provider.draft_model is not None and args.num_draft_tokens != 0
+        if self.is_drafted and args.tree is not None:
+            provider.check_tree(args.tree)
+        self.tree = read_tree(args.tree) if self.is_drafted else None
+        self.writer = ResponseWriter(provider.tokenizer, args, tokenized.tokens)
+        self.is_single = self.is_done = self.has_left = self.is_overdue = False
+        self.tokens: list[int] = []
+        self._ends = tokenized.ends if provider.needs_snapshots else {}
+        limits = Limits(args.max_tokens, provider.tokenizer.eos_token_ids)
+        self.request = Request(tokenized.tokens, limits, [])
+        if self.is_drafted:
+            answer.stats = self.request.stats
+        self._begin()
 
     @property
     def decoder(self) -> Decoder:
         return self.request.decoder
 
-    @property
-    def tree(self) -> Tree | str | None:
-        return read_tree(self.args.tree) if self.is_drafted else None
+    def begin_again(self) -> None:
+        """Begin again behind the tokens already sent; the caches are computed anew."""
+        old = self.request
+        said = list(self.tokens)
+        self.request = Request(old.prompt, old.limits, [], stats=old.stats, tokens=said)
+        self._begin()
+        self.decoder.num_emitted = len(said)
 
-
-class RequestFactory:
-    """Begins requests, on the cached prefixes of their prompts."""
-
-    def __init__(self, provider: PairProvider, prompt_cache: PairCache, stream: mx.Stream):
-        self._provider = provider
-        self._prompt_cache = prompt_cache
-        self._stream = stream
-
-    def open(
-        self, answer: AnswerStream, tokenized: Tokenized, args: PairArguments
-    ) -> ActiveRequest:
-        """Begin a request, ready to read its prompt. Raises ValueError for impossible ones."""
+    def _begin(self) -> None:
         provider = self._provider
-        prompt = tokenized.tokens
-        is_drafted = provider.draft_model is not None and args.num_draft_tokens != 0
-        if is_drafted and args.tree is not None:
-            provider.check_tree(args.tree)
-        limits = Limits(args.max_tokens, provider.tokenizer.eos_token_ids)
-        active = ActiveRequest(
-            answer,
-            args,
-            ResponseWriter(provider.tokenizer, args, prompt),
-            Request(prompt, limits, []),
-            is_drafted,
-            tokenized.ends if provider.needs_snapshots else {},
-        )
-        if is_drafted:
-            answer.stats = active.request.stats
-        self._begin(active)
-        return active
-
-    def open_again(self, active: ActiveRequest) -> None:
-        """Begin a request again behind the tokens already sent; its caches are computed anew."""
-        old = active.request
-        said = list(active.tokens)
-        active.request = Request(old.prompt, old.limits, [], stats=old.stats, tokens=said)
-        self._begin(active)
-        active.decoder.num_emitted = len(said)
-
-    def _begin(self, active: ActiveRequest) -> None:
-        provider = self._provider
-        args = active.args
-        request = active.request
+        args = self.args
+        request = self.request
         text = request.prompt + request.tokens
-        drafter = provider.draft_model if active.is_drafted else None
+        drafter = provider.draft_model if self.is_drafted else None
         copies = None if drafter is None else drafter.copies
         caches = None
         rest = text
         if args.reuse_caches:
             caches, rest = self._prompt_cache.fetch(text, args.cache_salt)
         known = text[: len(text) - len(rest)]
-        active.num_cached = len(known)
-        active.num_uncached = len(rest)
-        active.num_read = 0
+        self.num_cached = len(known)
+        self.num_uncached = len(rest)
+        self.num_read = 0
         flags = provider.cli_args
         processors = make_processors(args, provider.tokenizer, known)
         if args.grammar is not None:
@@ -132,47 +111,48 @@ class RequestFactory:
             self._stream,
             sampler=make_sampler(args, provider.tokenizer),
             logits_processors=processors,
-            acceptance=args.acceptance if active.is_drafted else None,
-            tree=active.tree,
+            acceptance=args.acceptance if self.is_drafted else None,
+            tree=self.tree,
             copies=None if copies is None else copies.begin(known, rest, args.scope),
             exact=args.exact,
         )
         request.decoder.discards_features = drafter is None
         if args.logprobs or args.top_logprobs > 0:
             request.decoder.num_top = max(0, args.top_logprobs)
-        active.chunks = self._read(active, known, rest)
+        self.chunks = self._read(known, rest)
 
-    def _read(self, active: ActiveRequest, known: list[int], rest: list[int]) -> Iterator[int]:
-        """Read ``rest`` except its last token; file the caches at ``active.ends``."""
-        decoder = active.decoder
+    def _read(self, known: list[int], rest: list[int]) -> Iterator[int]:
+        """Read ``rest`` except its last token; file the caches where ``Tokenized.ends`` says."""
+        decoder = self.decoder
         step_size = self._provider.cli_args.prefill_step_size
         prompt = mx.array(rest)
         last = len(rest) - 1
-        ends = {end - len(known): whose for end, whose in active.ends.items()}
+        ends = {end - len(known): whose for end, whose in self._ends.items()}
         for start, end in pairwise([0, *sorted(end for end in ends if 0 < end < last), last]):
             for done in decoder.prefill_chunks(prompt[start : end + 1], step_size):
                 if start + done in ends:
-                    self._file_copy(active, known + rest[: start + done], ends[start + done])
+                    self._file_copy(known + rest[: start + done], ends[start + done])
                 decoder.history = prompt  # not only this part of it
                 yield start + done
 
-    def _file_copy(self, active: ActiveRequest, text: list[int], whose: str) -> None:
+    def _file_copy(self, text: list[int], whose: str) -> None:
         """File a copy of a prompt's caches, which remain in use."""
-        decoder = active.decoder
-        copies = deepcopy(decoder.cache + decoder.drafter.cache)
+        copies = deepcopy(self.decoder.cache + self.decoder.drafter.cache)
         close_windows(copies)
-        caches = Caches(copies, len(decoder.cache))
-        salt = active.args.cache_salt
+        self._file(text, Caches(copies, len(self.decoder.cache)), whose)
+
+    def _file(self, text: list[int], caches: Caches, whose: str) -> None:
+        salt = self.args.cache_salt
         self._prompt_cache.insert_cache(text, caches, cache_type=whose, salt=salt)
 
-    def file_prompt(self, active: ActiveRequest) -> None:
+    def file_prompt(self) -> None:
         """File copies of the caches of a prompt that was read up to its last token."""
-        self._file_copy(active, (active.request.prompt + active.request.tokens)[:-1], "user")
+        self._file_copy((self.request.prompt + self.request.tokens)[:-1], "user")
 
-    def file(self, active: ActiveRequest) -> None:
-        """Keep the caches of a request that has ended, for requests that continue its text."""
-        request = active.request
-        num_target = len(active.decoder.cache)
+    def file(self) -> None:
+        """Keep the caches at the end, for requests that continue the text."""
+        request = self.request
+        num_target = len(self.decoder.cache)
         text = request.prompt + request.tokens + request.tokens_after_leave
         caches = None if request.cache else without_last(request)
         if caches is not None:
@@ -182,15 +162,15 @@ class RequestFactory:
                 restore_caches(request)
             caches = Caches(request.cache, num_target)
         # What was decoded without the drafter is not in its part of the caches.
-        caches = Caches(caches.target) if active.decoder.discards_features else caches
-        self._prompt_cache.insert_cache(text, caches, salt=active.args.cache_salt)
+        caches = Caches(caches.target) if self.decoder.discards_features else caches
+        self._file(text, caches, "assistant")
 
-    def keep_answer(self, active: ActiveRequest) -> None:
+    def keep_answer(self) -> None:
         """Keep the answer for other requests to copy from, if this one allows it."""
         drafter = self._provider.draft_model
         source = None if drafter is None else drafter.copies
-        if source is not None and source.answers is not None and active.args.is_stored:
-            source.answers.add(active.args.scope, active.tokens)
+        if source is not None and source.answers is not None and self.args.is_stored:
+            source.answers.add(self.args.scope, self.tokens)
 
 
 def make_sampler(args: PairArguments, tokenizer: TokenizerWrapper) -> Sampler | None:

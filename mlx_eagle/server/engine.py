@@ -28,7 +28,7 @@ from ..batch.group import Group, RoundOutput
 from ..batch.requests import Request, first_token, reason_not_batchable
 from ..drafters.base import NullDrafter
 from ..system.ranks import is_first, is_lost, num_ranks, share
-from .active_requests import ActiveRequest, RequestFactory
+from .active_requests import ActiveRequest
 from .answer_stream import AnswerStream, RequestError, on_error
 from .body import PairArguments
 from .caches import PairCache
@@ -77,7 +77,6 @@ class Schedule:
         self._generator = generator
         self._provider = provider
         self._stream = mx.default_stream(mx.default_device())
-        self.factory = RequestFactory(provider, generator.prompt_cache, self._stream)
         self._active: list[ActiveRequest] = []
         self._reading: deque[ActiveRequest] = deque()
         self._groups: dict[object, Group] = {}
@@ -121,7 +120,8 @@ class Schedule:
 
         Raises ValueError if the pair cannot do it.
         """
-        active = self.factory.open(answer, prompt, args)
+        cache = self._generator.prompt_cache
+        active = ActiveRequest(self._provider, cache, self._stream, answer, prompt, args)
         answer.put(active.num_cached)
         answer.put((0, active.num_uncached))
         self._active.append(active)
@@ -155,7 +155,7 @@ class Schedule:
                 self._reading.append(active)
             else:
                 if active.args.has_followers:
-                    self.factory.file_prompt(active)
+                    active.file_prompt()
                 self._begin_text(active)
 
     def _begin_text(self, active: ActiveRequest) -> None:
@@ -233,8 +233,8 @@ class Schedule:
         if active.is_drafted:
             self._generator.metrics.count_drafts(active.request.stats)
         with on_error(partial(logging.warning, "The caches of an answer could not be kept (%s).")):
-            self.factory.file(active)
-        self.factory.keep_answer(active)
+            active.file()
+        active.keep_answer()
         active.answer.put(None)
 
     def _fail(self, active: ActiveRequest, error: Exception) -> None:
@@ -258,7 +258,7 @@ class Schedule:
                 continue
             with on_error(partial(self._fail, active)):
                 active.is_single = True
-                self.factory.open_again(active)
+                active.begin_again()
                 self._reading.append(active)
 
 
