@@ -15,9 +15,9 @@ import shutil
 import stat
 import tempfile
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -72,8 +72,7 @@ class Snapshot:
 
     ``rank``: the lowest leave memory first. It is the number of tokens to read again, plus the
     rank of the last one that had left when this was last used, so that no text stays only for
-    its length. Only requests with the same ``salt`` use it. ``outdated`` are files of shorter
-    texts, of no use once this one has its own.
+    its length. Only requests with the same ``salt`` use it.
     """
 
     tokens: Tokens
@@ -82,7 +81,6 @@ class Snapshot:
     salt: str = ""
     caches: Caches | None = None
     path: Path | None = None
-    outdated: list[Path] = field(default_factory=list)
     rank: int = 0
     is_unwritable: bool = False
 
@@ -158,8 +156,7 @@ class CacheFolder:
         there = [path for path, _ in self._entries()]
         known = {path: self._known[path] for path in there if path in self._known}
         self._known = known | {path: self._read(path) for path in there if path not in known}
-        found = {path: text for path, text in self._known.items() if text is not None}
-        return {path: replace(text, outdated=[]) for path, text in found.items()}
+        return {path: replace(text) for path, text in self._known.items() if text is not None}
 
     def save(self, text: Snapshot) -> Path | None:
         """Write a file, and remove others if there are too many; None if it cannot be written.
@@ -178,7 +175,7 @@ class CacheFolder:
             self._is_failing = True
             return None
         self._is_failing = False
-        self._known[path] = replace(text, caches=None, path=path, outdated=[], rank=0)
+        self._known[path] = replace(text, caches=None, path=path, rank=0)
         self._make_room(path)
         return path
 
@@ -203,7 +200,7 @@ class CacheFolder:
         with suppress(OSError):
             os.utime(path)
 
-    def remove(self, paths: Sequence[Path]) -> None:
+    def remove(self, paths: Iterable[Path]) -> None:
         """Remove files."""
         for path in paths:
             self._known.pop(path, None)

@@ -141,12 +141,11 @@ class PairCache:
                 self._use(other)  # and that is all that is needed
                 return
         for other in self._replaced_by(made):
-            self._snapshots.remove(other)
-            made.outdated += other.outdated
-            if made.is_longer(other):
-                made.outdated += [other.path] if other.path is not None else []
-            else:
+            other.caches = None
+            if not made.is_longer(other):
                 made.path = other.path
+            if other.path in (None, made.path):
+                self._snapshots.remove(other)
         self._snapshots.append(made)
         self._use(made)
         self._make_room(made)
@@ -190,7 +189,8 @@ class PairCache:
 
     def _replaced_by(self, made: Snapshot) -> list[Snapshot]:
         """List the snapshots of shorter texts that ``made`` replaces."""
-        before = [s for s in self._of(made.salt) if s.num_usable(made.tokens) == len(s.tokens)]
+        others = [other for other in self._of(made.salt) if other is not made]
+        before = [s for s in others if s.num_usable(made.tokens) == len(s.tokens)]
         if made.is_trimmable:
             return before
         same = [s for s in before if not made.is_longer(s)]
@@ -261,9 +261,10 @@ class PairCache:
             return
         snapshot.path = self.folder.save(snapshot)
         snapshot.is_unwritable = snapshot.path is None
-        if snapshot.path is not None:
-            self.folder.remove(snapshot.outdated)
-            snapshot.outdated = []
+        if snapshot.path is not None:  # which makes those of shorter texts useless
+            outdated = {s.path: s for s in self._replaced_by(snapshot) if s.path is not None}
+            self.folder.remove(outdated)
+            self._snapshots = [s for s in self._snapshots if s.path not in outdated]
         self._count()
 
     def _look_into_folder(self) -> None:
