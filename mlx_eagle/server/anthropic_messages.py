@@ -16,7 +16,7 @@ from .body import check_body, read_arguments, shortened
 from .client_session import ClientSession, Piece
 from .completions import asked_draft_usage, chat_request, model_name
 from .handler import Reply, event_text
-from .message_threads import check_thread
+from .kept import check_thread
 from .prompt import as_request_errors, encoded, with_one_system
 from .request_fields import OWN, check_fields, is_search
 
