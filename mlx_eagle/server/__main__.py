@@ -21,7 +21,7 @@ from .collect import open_collector
 from .engine import PairGenerator
 from .flags import build_parser, check_arguments
 from .handler import PairHandler
-from .listener import PairServer
+from .listener import ACCEPT_POLL, PairServer
 from .provider import PairProvider
 from .routes import DOCUMENTS, ROUTES
 
@@ -41,7 +41,7 @@ AGENTS = {
 
 def serve(server: PairServer, generator: PairGenerator, signals: StopSignals) -> None:
     """Serve until SIGINT or SIGTERM, then finish open requests unless a second one comes."""
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=[ACCEPT_POLL], daemon=True).start()
     announce(server, generator)
     while not signals.wait(None if num_ranks() == 1 else LOOK):
         if not generator.generation_available():

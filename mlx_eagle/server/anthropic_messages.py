@@ -127,7 +127,7 @@ def _blocks(content: Any, what: str) -> list[Document]:
 
 def _text(block: Document, what: str) -> str:
     if block.get("type") != "text" or not isinstance(block.get("text"), str):
-        block_type = shortened(str(block.get("type")))
+        block_type = shortened(block.get("type"))
         raise ValueError(f"{what} has a block of type {block_type!r}: only text can be read here.")
     return str(block["text"])
 
@@ -195,9 +195,7 @@ def _tool(tool: Any) -> Document:
     if not isinstance(tool, dict) or not isinstance(tool.get("name"), str):
         raise ValueError("a tool is something else than an object with a name.")
     if tool.get("type", "custom") != "custom" or "input_schema" not in tool:
-        raise ValueError(
-            f"the tool {shortened(tool['name'])} is none of the client's own: leave it out."
-        )
+        raise ValueError(f"the tool {shortened(tool['name'])} is not the client's: leave it out.")
     function = {"name": tool["name"], "parameters": tool["input_schema"]}
     function |= {name: tool[name] for name in ("description", "strict") if name in tool}
     return {"type": "function", "function": function}
@@ -233,7 +231,7 @@ def _thinking(thinking: Any) -> Document:
     if mode == "disabled":
         return {"thinking_budget": 0}
     if mode not in ("enabled", "adaptive"):
-        raise ValueError(f"thinking is {shortened(str(mode))}: enable or disable it.")
+        raise ValueError(f"thinking is {shortened(mode)}: enable or disable it.")
     budget = thinking.get("budget_tokens")
     found: Document = {} if budget is None else {"thinking_budget": budget}
     return found | ({OMITTED: True} if thinking.get("display") == "omitted" else {})

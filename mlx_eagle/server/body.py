@@ -169,9 +169,7 @@ def check_body(body: dict[str, Any], needed: str) -> dict[str, Any]:
             check_type(name, body.get(name, json_type()), json_type)
     for name in body.get("chat_template_kwargs", {}):
         if name in TEMPLATE_OPTIONS:
-            raise ValueError(
-                f"chat_template_kwargs names {name!r}: that is not the client's to set."
-            )
+            raise ValueError(f"chat_template_kwargs names {name!r}: leave it out.")
     for token, bias in body.get("logit_bias", {}).items():
         if not (token.isascii() and token.isdecimal() and len(token) <= MAX_TOKEN_DIGITS):
             raise ValueError(f"logit_bias has the key {_shown(token)}: give token ids.")
@@ -203,9 +201,7 @@ def check_body(body: dict[str, Any], needed: str) -> dict[str, Any]:
             )
     num_answers = body.get("n", 1) * (len(read_prompts(body)) if needed == "prompt" else 1)
     if num_answers > MAX_CHOICES:
-        raise ValueError(
-            f"the request asks for {num_answers} answers: ask for at most {MAX_CHOICES} at a time."
-        )
+        raise ValueError(f"this asks for {num_answers} answers: ask for at most {MAX_CHOICES}.")
     return body
 
 
@@ -319,9 +315,7 @@ def _check_promises(body: dict[str, Any]) -> None:
     """Refuse fields that would be ignored; ``tool_choice`` "none" removes the tools."""
     TOKENS.check("n", body.get("n", 1))
     if body.get("best_of", body.get("n", 1)) != body.get("n", 1):
-        raise ValueError(
-            f"best_of is {_shown(body['best_of'])}: all answers are given, so leave it out."
-        )
+        raise ValueError(f"best_of is {_shown(body['best_of'])}, not n: leave it out.")
     if body.get("tool_choice") == "none":
         body.pop("tools", None)
     for name in ("functions", "function_call"):
@@ -340,8 +334,7 @@ def _check_stop(stop: Any) -> None:
         raise ValueError("stop is something else than a string or a list of strings, not empty.")
     if len(words) > MAX_STOP_WORDS or any(len(word) > MAX_STOP_TEXT for word in words):
         raise ValueError(
-            f"stop is too long: give at most {MAX_STOP_WORDS} strings of at most {MAX_STOP_TEXT} "
-            "characters."
+            f"stop is too long: give {MAX_STOP_WORDS} strings of {MAX_STOP_TEXT} letters at most."
         )
 
 
@@ -386,6 +379,7 @@ def _shown(value: Any) -> str:
     return shortened(repr(value))
 
 
-def shortened(text: str) -> str:
-    """Cut a client's text to the length that error messages repeat."""
+def shortened(said: object) -> str:
+    """Cut what a client says to the length that error messages repeat."""
+    text = str(said)
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."

@@ -12,7 +12,7 @@ from ..decoding.stats import Stats
 from ..system.progress import silent
 from .answer_stream import AnswerStream, DraftReport, Letter, PairResponse, TextReader, counts
 from .body import PairArguments
-from .collect import Collector, chat_row
+from .collect import Collector
 from .engine import PairGenerator
 from .prompt import Tokenized
 from .tool_formats import checked, readable
@@ -177,16 +177,39 @@ class ClientSession:
         return whole
 
     def collect(self, collector: Collector) -> None:
-        """Give the chat and its answer to ``collector``, unless the answer was cut off."""
-        if self.request.request_type != "chat" or self._finish_reason != "stop":
+        """Give the chat and its answer to ``collector``, unless the answer was cut off.
+
+        It gets the row of one of mlx-lm's data sets, with the exact tokens, as
+        ``mlx_eagle.train.answers`` writes them, if the tokenizer makes the same prompt of the
+        messages again; else the reader of the row would refuse them.
+        """
+        request = self.request
+        if request.request_type != "chat" or self._finish_reason != "stop":
             return
         assert self.answer is not None
-        args = self.args
         tokenizer = self.generator.model_provider.tokenizer
-        facts = {"temperature": args.sampling.temperature, "finish_reason": self._finish_reason}
-        template = args.chat_template_kwargs or {}
-        tokens = self.answer.tokens
-        collector.keep(chat_row(self.request, self.prompt, tokens, tokenizer, template, facts))
+        answer = self.answer.tokens
+        template = self.args.chat_template_kwargs or {}
+        is_ended = bool(answer) and answer[-1] in tokenizer.eos_token_ids
+        text = tokenizer.decode(answer[:-1] if is_ended else answer)
+        row: dict[str, Any] = {
+            "temperature": self.args.sampling.temperature,
+            "finish_reason": self._finish_reason,
+            "messages": [*request.messages, {"role": "assistant", "content": text}],
+        }
+        row |= {"tools": request.tools} if request.tools else {}
+        row |= {"chat_template_kwargs": template} if template else {}
+        if tokenizer.has_chat_template:
+            again = tokenizer.apply_chat_template(
+                request.messages,
+                tools=request.tools,
+                add_generation_prompt=True,
+                return_dict=False,
+                **template,
+            )
+            if again == self.prompt:
+                row |= {"prompt_length": len(again), "tokens": [*again, *answer]}
+        collector.keep(row)
 
     def close(self) -> None:
         """Generate no more for this client."""

@@ -10,14 +10,11 @@ import logging
 import os
 import stat
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from threading import Lock
 from typing import Any
-
-from mlx_lm.server import CompletionRequest
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 COLLECT_BYTES = 256_000_000
 MOST_KNOWN = 100_000  # rows that are not kept a second time
@@ -119,38 +116,3 @@ def open_collector(args: Namespace) -> Collector | None:
     if args.collect is None:
         return None
     return Collector(Path(args.collect).expanduser(), args.collect_size)
-
-
-def chat_row(
-    request: CompletionRequest,
-    prompt: Sequence[int],
-    answer: Sequence[int],
-    tokenizer: TokenizerWrapper,
-    template_args: Mapping[str, Any],
-    facts: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Build the row of a conversation with its answer, in the form of mlx-lm's data sets.
-
-    It includes the exact tokens, as ``mlx_eagle.train.answers`` writes them, if the tokenizer
-    makes the same prompt of the messages again; else its reader would refuse them. ``facts`` are
-    added.
-    """
-    is_ended = bool(answer) and answer[-1] in tokenizer.eos_token_ids
-    text = tokenizer.decode(list(answer[:-1] if is_ended else answer))
-    row: dict[str, Any] = {**facts}
-    row["messages"] = [*request.messages, {"role": "assistant", "content": text}]
-    if request.tools:
-        row["tools"] = request.tools
-    if template_args:
-        row["chat_template_kwargs"] = dict(template_args)
-    if tokenizer.has_chat_template:
-        again = tokenizer.apply_chat_template(
-            request.messages,
-            tools=request.tools,
-            add_generation_prompt=True,
-            return_dict=False,
-            **template_args,
-        )
-        if list(again) == list(prompt):
-            row |= {"prompt_length": len(prompt), "tokens": [*prompt, *answer]}
-    return row

@@ -196,9 +196,7 @@ def check_arguments(args: argparse.Namespace) -> None:
     check_cache_flags(args)
     length = args.num_draft_tokens
     if length != AUTO and length > MAX_DRAFT_TOKENS:
-        raise ValueError(
-            f"--num-draft-tokens is {length}: give at most {MAX_DRAFT_TOKENS}, or auto."
-        )
+        raise ValueError(f"--num-draft-tokens is {length}: give at most {MAX_DRAFT_TOKENS}.")
     check_ranges(args, RANGES)
     if args.copy_answers is None:
         args.copy_answers = DEFAULT_BOUND if is_loopback(args.host) else 0

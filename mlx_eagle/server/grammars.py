@@ -70,9 +70,7 @@ def _schema(response_format: Mapping[str, Any]) -> tuple[str | None, bool]:
                 "response_format has no json_schema with a schema, which are objects: give "
                 '{"type": "json_schema", "json_schema": {"name": ..., "schema": {...}}}.'
             )
-    raise ValueError(
-        "response_format has an unknown type: give 'text', 'json_object' or 'json_schema'."
-    )
+    raise ValueError("response_format has an unknown type: give text, json_object or json_schema.")
 
 
 def _grammar(field: Mapping[str, Any]) -> tuple[str, str] | None:

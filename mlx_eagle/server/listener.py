@@ -261,9 +261,6 @@ class PairServer(ThreadingHTTPServer):
         document = {"status": "ok" if is_healthy else "unavailable"}
         return 200 if is_healthy else 503, json.dumps(document).encode()
 
-    def serve_forever(self, poll_interval: float = ACCEPT_POLL) -> None:
-        super().serve_forever(poll_interval)
-
     def stop_listening(self) -> None:
         """Refuse new connections from now on; requests already read are still answered."""
         self.is_stopping = True

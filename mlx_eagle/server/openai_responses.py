@@ -95,10 +95,8 @@ def _text(content: Any, what: str) -> str:
     for part in _objects(content, what):
         text = part.get("refusal" if part.get("type") == "refusal" else "text")
         if part.get("type") in ("input_image", "input_file") or not isinstance(text, str):
-            part_type = shortened(str(part.get("type")))
-            raise ValueError(
-                f"{what} has a part of type {part_type!r}: only text can be read here."
-            )
+            part_type = shortened(part.get("type"))
+            raise ValueError(f"{what} has a part of type {part_type!r}: only text can be read.")
         texts.append(text)
     return "\n\n".join(texts)
 
@@ -130,9 +128,7 @@ def _messages(items: Sequence[Document]) -> list[Document]:
         elif item_type == "message":
             _add_message(messages, item)
         else:
-            raise ValueError(
-                f"input has an item of type {shortened(str(item_type))!r}: leave it out."
-            )
+            raise ValueError(f"input has an item of type {shortened(item_type)!r}: leave it out.")
     return messages
 
 
@@ -203,15 +199,13 @@ def _functions(tools: Sequence[Document]) -> Iterator[Document]:
 
 def _full_name(space: Document, function: Document) -> str:
     if not isinstance(function.get("name"), str):
-        raise ValueError(
-            f"a tool of the namespace {shortened(str(space.get('name')))} has no name."
-        )
+        raise ValueError(f"a tool of the namespace {shortened(space.get('name'))} has no name.")
     return f"{space.get('name')}{IN}{function.get('name')}"
 
 
 def _tool(tool: Document) -> Document:
     if tool.get("type") != "function" or not isinstance(tool.get("name"), str):
-        name = shortened(str(tool.get("name") or tool.get("type")))
+        name = shortened(tool.get("name") or tool.get("type"))
         raise ValueError(f"the tool {name} is no function of the client's: leave it out.")
     names = ("name", "description", "parameters", "strict")
     function = {name: tool[name] for name in names if tool.get(name) is not None}
@@ -224,9 +218,7 @@ def answer(reply: Reply, body: Document) -> None:
     asked = body["asked"]
     chat = body["chat"]
     items = _conversation(reply, asked)
-    with as_request_errors():
-        args = read_arguments(chat, reply.provider.cli_args, is_chat=True)
-        request = _request(reply, asked, chat, items, args)
+    request, args = _request(reply, asked, chat, items)
     response = _begun(reply, asked, chat, args)
     session = reply.begin(request, args)
     events = _Events(reply, response, items)
@@ -236,9 +228,8 @@ def answer(reply: Reply, body: Document) -> None:
 def count_tokens(reply: Reply, body: Document) -> None:
     """Answer with the number of prompt tokens of a translated body. Raises RequestError."""
     items = _conversation(reply, body["asked"])
+    request, args = _request(reply, body["asked"], body["chat"], items)
     with as_request_errors():
-        args = read_arguments(body["chat"], reply.provider.cli_args, is_chat=True)
-        request = _request(reply, body["asked"], body["chat"], items, args)
         tokens = encoded(request, args, reply.provider)
     reply.send_json({"object": "response.input_tokens", "input_tokens": len(tokens)})
 
@@ -253,15 +244,17 @@ def _conversation(reply: Reply, asked: Document) -> list[Document]:
 
 
 def _request(
-    reply: Reply, asked: Document, chat: Document, items: list[Document], args: PairArguments
-) -> CompletionRequest:
+    reply: Reply, asked: Document, chat: Document, items: list[Document]
+) -> tuple[CompletionRequest, PairArguments]:
     """Return the chat of the instructions and all items; templates may change its messages."""
     rules = {"role": "system", "content": asked.get("instructions", "")}
-    messages = deepcopy(with_one_system([rules, *_messages(items)]))
-    request = chat_request(chat | {"messages": messages})
-    if asked.get("truncation") == "auto":
-        return without_oldest(request, args, reply.provider)
-    return request
+    with as_request_errors():
+        args = read_arguments(chat, reply.provider.cli_args, is_chat=True)
+        messages = deepcopy(with_one_system([rules, *_messages(items)]))
+        request = chat_request(chat | {"messages": messages})
+        if asked.get("truncation") == "auto":
+            request = without_oldest(request, args, reply.provider)
+    return request, args
 
 
 def _begun(reply: Reply, asked: Document, chat: Document, args: PairArguments) -> Document:

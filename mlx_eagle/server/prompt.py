@@ -147,9 +147,7 @@ def check_prompt(prompt: list[int], args: PairArguments, provider: PairProvider)
         raise ValueError(f"top_logprobs is {args.top_logprobs}: give at most {vocab_size}.")
     outside = [token for token in args.logits.logit_bias or () if not 0 <= token < vocab_size]
     if outside:
-        raise ValueError(
-            f"logit_bias names token {outside[0]}, but this model has {vocab_size} tokens."
-        )
+        raise ValueError(f"logit_bias names token {outside[0]}, but this model has {vocab_size}.")
 
 
 def encoded(request: CompletionRequest, args: PairArguments, provider: PairProvider) -> list[int]:

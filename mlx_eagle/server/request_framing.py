@@ -70,9 +70,7 @@ def read_body_of(file: BinaryIO, headers: Message, version: str, limit: int) -> 
                 "is, in chunks or with its Content-Length."
             )
         if "Content-Length" in headers:
-            raise RequestError(
-                "the request has a Transfer-Encoding and a Content-Length: give one of them."
-            )
+            raise RequestError("Transfer-Encoding and Content-Length are both given: give one.")
         return _read_chunks(file, limit)
     if len(set(headers.get_all("Content-Length", []))) > 1:
         raise RequestError("the request has several Content-Lengths: give one.")

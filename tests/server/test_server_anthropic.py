@@ -300,7 +300,7 @@ WRONG = {
     "system": ({"system": 5}, "system is something else than a text"),
     "a tool of theirs": (
         {"tools": [{"type": "code_execution_20250522", "name": "code_execution"}]},
-        "code_execution is none of the client's own",
+        "code_execution is not the client's",
     ),
     "a forced tool": ({"tool_choice": {"type": "any"}}, "forces a call, but the tool is not"),
     "a bomb in a tool": (

@@ -93,15 +93,15 @@ PROMISES = {
     "several": ({"n": 65}, "asks for 65 answers: ask for at most 64"),
     "best": ({"best_of": 3}, "best_of is 3"),
     "schema": ({"response_format": {"type": "json_schema"}}, "response_format has no json_schema"),
-    "xml": ({"response_format": {"type": "xml"}}, "an unknown type: give 'text', 'json_object'"),
+    "xml": ({"response_format": {"type": "xml"}}, "an unknown type: give text, json_object"),
     "forced": ({"tool_choice": "required"}, "forces a call, but the tool is not among tools"),
     "named": ({"tool_choice": {"type": "function"}}, "tool_choice is unknown: give 'auto'"),
     "functions": ({"functions": []}, "give tools instead"),
     "echo": ({"echo": True, "logprobs": True}, "echo and logprobs together"),
     "suffix": ({"suffix": "end"}, "suffix is not supported"),
-    "template": ({"chat_template_kwargs": {"chat_template": "x"}}, "not the client's to set"),
-    "self": ({"chat_template_kwargs": {"self": 1}}, "not the client's to set"),
-    "truncation": ({"chat_template_kwargs": {"max_length": 3}}, "not the client's to set"),
+    "template": ({"chat_template_kwargs": {"chat_template": "x"}}, "kwargs names"),
+    "self": ({"chat_template_kwargs": {"self": 1}}, "kwargs names"),
+    "truncation": ({"chat_template_kwargs": {"max_length": 3}}, "kwargs names"),
 }
 
 
