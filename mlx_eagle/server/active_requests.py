@@ -131,12 +131,12 @@ class ActiveRequest:
         for start, end in pairwise([0, *sorted(end for end in ends if 0 < end < last), last]):
             for done in decoder.prefill_chunks(prompt[start : end + 1], step_size):
                 if start + done in ends:
-                    self._file_copy(known + rest[: start + done], ends[start + done])
+                    self.file_copy(known + rest[: start + done], ends[start + done])
                 decoder.history = prompt  # not only this part of it
                 yield start + done
 
-    def _file_copy(self, text: list[int], whose: str) -> None:
-        """File a copy of a prompt's caches, which remain in use."""
+    def file_copy(self, text: list[int], whose: str) -> None:
+        """File a copy of the caches of ``text``, which remain in use."""
         copies = deepcopy(self.decoder.cache + self.decoder.drafter.cache)
         close_windows(copies)
         self._file(text, Caches(copies, len(self.decoder.cache)), whose)
@@ -144,10 +144,6 @@ class ActiveRequest:
     def _file(self, text: list[int], caches: Caches, whose: str) -> None:
         salt = self.args.cache_salt
         self._prompt_cache.insert_cache(text, caches, cache_type=whose, salt=salt)
-
-    def file_prompt(self) -> None:
-        """File copies of the caches of a prompt that was read up to its last token."""
-        self._file_copy((self.request.prompt + self.request.tokens)[:-1], "user")
 
     def file(self) -> None:
         """Keep the caches at the end, for requests that continue the text."""

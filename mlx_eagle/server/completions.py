@@ -9,7 +9,7 @@ from mlx_lm.server import CompletionRequest
 
 from ..system.fields import check_type
 from .answer_stream import Document, PairResponse, RequestError, draft_usage
-from .body import PairArguments, check_messages, read_arguments, read_prompts, shortened
+from .body import check_messages, read_arguments, read_prompts, shortened
 from .client_session import ClientSession, Piece
 from .handler import Reply, event_text
 from .prompt import as_request_errors, render
@@ -57,9 +57,10 @@ class Answering:
         with as_request_errors():
             args = read_arguments(body, reply.provider.cli_args, self._is_chat)
         each = [request for request in requests for _ in range(self._num_each)]
-        self._sessions = [
-            reply.new_session(request, _seeded(args, i)) for i, request in enumerate(each)
-        ]
+        seed = args.seed
+        seeds = [None if seed is None else (seed + i) % 2**64 for i in range(len(each))]
+        both = zip(each, seeds, strict=True)
+        self._sessions = [reply.new_session(request, replace(args, seed=s)) for request, s in both]
         self._offsets = [0] * len(self._sessions)  # letters already sent of each
 
     def run(self) -> None:
@@ -182,12 +183,6 @@ def model_name(reply: Reply, body: Document) -> str:
     if provider.cli_args.strict_model:
         raise RequestError(f"{shortened(model)} is not served here, but {provider.name} is.", 404)
     return provider.name
-
-
-def _seeded(args: PairArguments, number: int) -> PairArguments:
-    """Return the arguments of one of several answers, with a seed of its own."""
-    seed = None if args.seed is None else (args.seed + number) % 2**64
-    return replace(args, seed=seed)
 
 
 def logprob_of(spell: Callable[[int], bytes], response: PairResponse) -> Document:

@@ -64,10 +64,6 @@ class Orders:
     overdue: list[int]
     is_stopping: bool
 
-    @property
-    def are_none(self) -> bool:
-        return not (self.requests or self.left or self.overdue or self.is_stopping)
-
 
 class Schedule:
     """Requests that are being answered, and the order in which they are computed."""
@@ -155,7 +151,7 @@ class Schedule:
                 self._reading.append(active)
             else:
                 if active.args.has_followers:
-                    active.file_prompt()
+                    active.file_copy((active.request.prompt + active.request.tokens)[:-1], "user")
                 self._begin_text(active)
 
     def _begin_text(self, active: ActiveRequest) -> None:
@@ -397,7 +393,7 @@ class PairGenerator(ResponseGenerator):
         """Begin the requests there is room for, and mark those to end; whether to go on."""
         answers: list[AnswerStream] = []
         orders = self._read_orders(schedule, answers) if is_first() else None
-        sent = None if orders is None or orders.are_none else orders
+        sent = None if orders == Orders([], [], [], False) else orders
         orders = share(sent) if num_ranks() > 1 else sent
         if orders is None:
             return True

@@ -86,7 +86,8 @@ def check_fields(body: Mapping[str, Any], api: str, chat: dict[str, Any]) -> Non
     for name in sorted(body.keys() - KNOWN[api]):
         if name in REFUSED and not any(body[name] == neutral for neutral in REFUSED[name]):
             raise ValueError(f"{name} is not supported: leave it out.")
-        for other, value in MAPPED.get(name, _nothing)(body[name]).items():
+        meant = MAPPED[name](body[name]) if name in MAPPED else {}
+        for other, value in meant.items():
             if other == "chat_template_kwargs":
                 value = {**check_type(other, chat.get(other, {}), dict), **value}
             elif other in chat:
@@ -108,10 +109,6 @@ def is_search(tool: Any) -> bool:
     """Whether a tool is a search of the web, which is never called here."""
     tool_type = tool.get("type") if isinstance(tool, dict) else None
     return isinstance(tool_type, str) and SEARCH.fullmatch(tool_type) is not None
-
-
-def _nothing(value: Any) -> dict[str, Any]:
-    return {}
 
 
 def _limit(value: Any) -> dict[str, Any]:

@@ -202,17 +202,13 @@ def types_of(schema: Schema | bool, root: Schema, known: dict[str, set[str]]) ->
     ``known`` holds the types of references, which may lead back to themselves: a type is allowed
     only if it is without following such a circle.
     """
-    num_known = len(known)
-    found = _types(schema, known)
-    while num_known < len(known):
-        num_known = len(known)
-        before = None
-        while before != known:
-            before = dict(known)
-            for reference in [*known][::-1]:
-                known[reference] = _types(_target(reference, root), known)
-        found = _types(schema, known)
-    return found
+    while True:
+        before = dict(known)
+        found = _types(schema, known)  # which adds the references in it
+        for reference in [*known][::-1]:
+            known[reference] = _types(_target(reference, root), known)
+        if known == before:
+            return found
 
 
 def _types(schema: Schema | bool, known: dict[str, set[str]]) -> set[str]:
