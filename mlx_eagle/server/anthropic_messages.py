@@ -7,6 +7,7 @@ of its answer become blocks and events. No HTTP in here.
 import json
 import uuid
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Any
 
 from ..system.fields import check_type
@@ -30,6 +31,12 @@ ERRORS = {
     413: "request_too_large",
     503: "overloaded_error",
 }
+EMPTY: dict[str, Document] = {
+    "text": {"text": ""},
+    "thinking": {"thinking": "", "signature": ""},
+    "tool_use": {"input": {}},
+}
+"""Blocks when they begin, by their type."""
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 SAME = (*OWN, "chat_template_kwargs", "thinking_budget")
 OMITTED = "thoughts_omitted"  # in a translated body: their blocks stay empty
@@ -247,84 +254,64 @@ def _usage(session: ClientSession) -> Document:
     }
 
 
-def _end(session: ClientSession, last: Piece) -> Document:
-    """Say why an answer ended, and at which stop sequence."""
-    word = session.stop_word if last.finish_reason == "stop" else None
-    reason = STOP_REASONS[str(last.finish_reason)] if word is None else "stop_sequence"
-    return {"stop_reason": reason, "stop_sequence": word}
-
-
 def _event(event_type: str, **fields: Any) -> str:
     return event_text({"type": event_type} | fields, event_type)
-
-
-class _Blocks:
-    """Blocks of an answer, which grow with their events; one is open at a time."""
-
-    def __init__(self, content: list[Document], omits_thoughts: bool) -> None:
-        self.content = content
-        self._omits_thoughts = omits_thoughts
-        self._is_open = False
-
-    def add(self, block_type: str, text: str) -> Iterator[str]:
-        """Add text or thoughts to the open block if it is of this kind, else to a new one."""
-        if not self._is_open or self.content[-1]["type"] != block_type:
-            empty = {"signature": ""} if block_type == "thinking" else {}
-            yield from self._open({"type": block_type, block_type: "", **empty})
-        if block_type == "thinking" and self._omits_thoughts:
-            return
-        self.content[-1][block_type] += text
-        yield self._delta(type=f"{block_type}_delta", **{block_type: text})
-
-    def call(self, call: Document) -> Iterator[str]:
-        """Add a block for a whole call."""
-        function = call["function"]
-        block = {"type": "tool_use", "id": call["id"], "name": function["name"], "input": {}}
-        yield from self._open(block)
-        block["input"] = json.loads(function["arguments"])
-        yield self._delta(type="input_json_delta", partial_json=function["arguments"])
-
-    def close(self) -> Iterator[str]:
-        """End the block that is open."""
-        if not self._is_open:
-            return
-        if self.content[-1]["type"] == "thinking":
-            yield self._delta(type="signature_delta", signature="")
-        self._is_open = False
-        yield _event("content_block_stop", index=len(self.content) - 1)
-
-    def _open(self, block: Document) -> Iterator[str]:
-        """Open a new block, and end the last one."""
-        yield from self.close()
-        self.content.append(block)
-        self._is_open = True
-        index = len(self.content) - 1
-        yield _event("content_block_start", index=index, content_block=block)
-
-    def _delta(self, **delta: Any) -> str:
-        return _event("content_block_delta", index=len(self.content) - 1, delta=delta)
 
 
 def _events(
     reply: Reply, session: ClientSession, asked: Document, message: Document, omits_thoughts: bool
 ) -> Iterator[str]:
     """Yield the events of an answer; ``message`` is whole, and kept, before the last two."""
-    blocks = _Blocks(message["content"], omits_thoughts)
     yield _event("message_start", message=message)
     ping = _event("ping")
     yield ping
     progress = (lambda done, total: reply.write(ping)) if reply.is_streaming else silent
-    for piece in session.pieces(progress, is_stream=True):
-        if piece.reasoning:
-            yield from blocks.add("thinking", piece.reasoning)
-        if piece.text:
-            yield from blocks.add("text", piece.text)
-        for call in piece.calls:
-            yield from blocks.call(call)
-    yield from blocks.close()
-    end = _end(session, piece)
+    pieces = session.pieces(progress, is_stream=True)
+    yield from _block_events(pieces, message["content"], omits_thoughts)
+    word = session.stop_word if session.finish_reason == "stop" else None
+    reason = STOP_REASONS[str(session.finish_reason)] if word is None else "stop_sequence"
+    end = {"stop_reason": reason, "stop_sequence": word}
     message |= end | {"usage": _usage(session)}
     if "thread" in asked:
         reply.server.threads.keep(asked, message)
     yield _event("message_delta", delta=end, usage=message["usage"])
     yield _event("message_stop")
+
+
+def _block_events(
+    pieces: Iterator[Piece], content: list[Document], omits_thoughts: bool
+) -> Iterator[str]:
+    """Yield the events of the blocks, which grow in ``content`` with them, one after the other."""
+    for _, parts in groupby(_parts(pieces), key=lambda part: part[:2]):
+        index = len(content)
+        for kind, _, said in parts:
+            if len(content) == index:
+                content.append({"type": kind} | EMPTY[kind])
+                if kind == "tool_use":
+                    content[index] |= {"id": said["id"], "name": said["function"]["name"]}
+                yield _event("content_block_start", index=index, content_block=content[index])
+            if kind == "tool_use":
+                arguments = said["function"]["arguments"]
+                content[index]["input"] = json.loads(arguments)
+                delta = {"type": "input_json_delta", "partial_json": arguments}
+            elif kind == "thinking" and omits_thoughts:
+                continue
+            else:
+                content[index][kind] += said
+                delta = {"type": f"{kind}_delta", kind: said}
+            yield _event("content_block_delta", index=index, delta=delta)
+        if kind == "thinking":
+            delta = {"type": "signature_delta", "signature": ""}
+            yield _event("content_block_delta", index=index, delta=delta)
+        yield _event("content_block_stop", index=index)
+
+
+def _parts(pieces: Iterator[Piece]) -> Iterator[tuple[str, str, Any]]:
+    """Yield the type of a block, the name of a call, and the text or the call."""
+    for piece in pieces:
+        if piece.reasoning:
+            yield "thinking", "", piece.reasoning
+        if piece.text:
+            yield "text", "", piece.text
+        for call in piece.calls:
+            yield "tool_use", call["id"], call

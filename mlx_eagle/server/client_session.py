@@ -60,11 +60,11 @@ class ClientSession:
         self.prompt: list[int] = []
         self.num_cached = 0  # tokens of the prompt that an earlier request had computed
         self.num_generated = 0
+        self.finish_reason: str | None = None
         self.stop_word: str | None = None  # of the client's, with which the answer ended
         self.read_since = 0.0  # time.monotonic() of the first look at the answer
         self._tokenized = Tokenized([])
         self._report: DraftReport | None = None
-        self._finish_reason: str | None = None
 
     @property
     def stats(self) -> Stats:
@@ -146,9 +146,10 @@ class ClientSession:
             piece.calls += formatter([called])
             has_called = True
         shown += [] if has_called else margin
-        piece.finish_reason = self._finish_reason or "stop"
-        if piece.finish_reason == "stop" and has_called:
-            piece.finish_reason = "tool_calls"
+        self.finish_reason = self.finish_reason or "stop"
+        if self.finish_reason == "stop" and has_called:
+            self.finish_reason = "tool_calls"
+        piece.finish_reason = self.finish_reason
         yield self._complete(piece, shown, reader)
 
     def _complete(self, piece: Piece, shown: list[Letter], reader: TextReader) -> Piece:
@@ -184,7 +185,7 @@ class ClientSession:
         messages again; else the reader of the row would refuse them.
         """
         request = self.request
-        if request.request_type != "chat" or self._finish_reason != "stop":
+        if request.request_type != "chat" or self.finish_reason not in ("stop", "tool_calls"):
             return
         assert self.answer is not None
         tokenizer = self.generator.model_provider.tokenizer
@@ -194,7 +195,7 @@ class ClientSession:
         text = tokenizer.decode(answer[:-1] if is_ended else answer)
         row: dict[str, Any] = {
             "temperature": self.args.sampling.temperature,
-            "finish_reason": self._finish_reason,
+            "finish_reason": "stop",
             "messages": [*request.messages, {"role": "assistant", "content": text}],
         }
         row |= {"tools": request.tools} if request.tools else {}
@@ -223,7 +224,7 @@ class ClientSession:
                 seconds = time.monotonic() - self._asked
                 self.generator.metrics.count_first_token(seconds)
             self.num_generated += 1
-            self._finish_reason = response.finish_reason
+            self.finish_reason = response.finish_reason
             self.stop_word = response.stop_word
             if self._report is not None:
                 self._report.follow(response)
