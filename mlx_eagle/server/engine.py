@@ -87,11 +87,6 @@ class Schedule:
         return not self._active
 
     @property
-    def is_full(self) -> bool:
-        """Whether no request can begin until another has ended."""
-        return len(self._active) >= self._provider.cli_args.decode_concurrency
-
-    @property
     def room(self) -> int:
         """The number of requests that can be begun now."""
         flags = self._provider.cli_args
@@ -220,8 +215,10 @@ class Schedule:
 
     def _is_overdue(self, answer: AnswerStream) -> bool:
         """Whether an answer has used up its time and keeps another from beginning."""
-        is_late = time.monotonic() - answer.began >= self._provider.cli_args.time_limit
-        return is_late and self.is_full and self._generator.has_waiting()
+        flags = self._provider.cli_args
+        is_late = time.monotonic() - answer.began >= flags.time_limit
+        is_full = len(self._active) >= flags.decode_concurrency
+        return is_late and is_full and self._generator.has_waiting()
 
     def _end(self, active: ActiveRequest) -> None:
         """End a complete answer: keep its caches, then tell its client."""

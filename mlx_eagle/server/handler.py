@@ -363,9 +363,7 @@ class PairHandler(Reply):
             raise RequestError(f"nothing at {path} can be deleted, only responses.", 404)
         self.send_json(self.server.stored.delete(self.path.removeprefix(RESPONSES)))
 
-    def do_HEAD(self) -> None:
-        """Send the head that GET would send, without its content."""
-        self.do_GET()
+    do_HEAD = do_GET  # without the content
 
     def do_OPTIONS(self) -> None:
         """Answer a browser's preflight request for a page of another origin."""

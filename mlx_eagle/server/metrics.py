@@ -18,14 +18,10 @@ HELP = {
     "build_info": "The version.",
     "requests_total": "Requests to generate, and what was no HTTP, by what became of them.",
     "prompt_tokens_total": "Prompt tokens of requests that ended.",
-    "cached_prompt_tokens_total": (
-        "Of the prompt tokens, those that an earlier request had computed."
-    ),
+    "cached_prompt_tokens_total": "Prompt tokens that an earlier request had computed.",
     "generated_tokens_total": "Tokens generated for requests that ended.",
     "refused_connections_total": "Connections refused because there were too many.",
-    "prompt_cache_hits_total": (
-        "Requests that began on caches of an earlier text, by where these were."
-    ),
+    "prompt_cache_hits_total": "Requests that began on caches, by where these were.",
     "prompt_cache_misses_total": "Requests that found none.",
     "prompt_cache_snapshots": "Texts kept.",
     "prompt_cache_bytes": "Bytes of these.",
