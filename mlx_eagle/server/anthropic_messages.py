@@ -17,7 +17,6 @@ from .body import check_body, read_arguments, shortened
 from .client_session import ClientSession, Piece
 from .completions import asked_draft_usage, chat_request, model_name
 from .handler import Reply, event_text
-from .kept import check_thread
 from .prompt import as_request_errors, encoded, with_one_system
 from .request_fields import OWN, check_fields, is_search
 
@@ -58,25 +57,8 @@ def check(body: Document) -> Document:
     return check_count(body)
 
 
-def check_count(body: Document) -> Document:
-    """Translate a request whose tokens are counted; return both. Raises ValueError."""
-    check_thread(body)
-    return {"asked": body, "chat": translated(body)}
-
-
-def _joined(reply: Reply, body: Document) -> tuple[Document, Document]:
-    """Return the request with what its thread holds, and its translation. Raises RequestError."""
-    asked = body["asked"]
-    if asked.get("thread", {}).get("type") != "continue":
-        return asked, body["chat"]
-    with as_request_errors():
-        asked = reply.server.threads.join(asked)
-        return asked, translated(asked)
-
-
-def answer(reply: Reply, body: Document) -> None:
+def answer(reply: Reply, chat: Document) -> None:
     """Answer a translated body. Raises RequestError."""
-    asked, chat = _joined(reply, body)
     model = model_name(reply, chat)
     with as_request_errors():
         args = read_arguments(chat, reply.provider.cli_args, is_chat=True)
@@ -84,21 +66,27 @@ def answer(reply: Reply, body: Document) -> None:
     message = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant"}
     message |= {"model": model, "content": [], "stop_reason": None, "stop_sequence": None}
     message["usage"] = _usage(session)
-    events = _events(reply, session, asked, message, bool(chat.get(OMITTED)))
+    events = _events(reply, session, message, bool(chat.get(OMITTED)))
     reply.send_events(events, message, bool(chat.get("stream")))
 
 
-def count_tokens(reply: Reply, body: Document) -> None:
+def count_tokens(reply: Reply, chat: Document) -> None:
     """Answer with the number of prompt tokens of a translated body. Raises RequestError."""
-    _, chat = _joined(reply, body)
     with as_request_errors():
         args = read_arguments(chat, reply.provider.cli_args, is_chat=True)
         tokens = encoded(chat_request(chat), args, reply.provider)
     reply.send_json({"input_tokens": len(tokens)})
 
 
-def translated(body: Document) -> Document:
-    """Translate a request whose tokens are counted; ``max_tokens`` may be missing."""
+def check_count(body: Document) -> Document:
+    """Translate a request whose tokens are counted; ``max_tokens`` may be missing.
+
+    Raises ValueError. Raises RequestError for a thread that goes on: none is kept here, and
+    Anthropic's libraries, told so, send the whole conversation.
+    """
+    if check_type("thread", body.get("thread", {}), dict).get("type", "create") != "create":
+        sentence = "threads are not kept here: send the whole conversation."
+        raise RequestError(sentence, 404, "thread_not_found")
     chat: Document = {name: body[name] for name in SAME if name in body}
     chat["max_tokens"] = body.get("max_tokens", 1)
     user = check_type("metadata", body.get("metadata") or {}, dict).get("user_id")
@@ -259,9 +247,9 @@ def _event(event_type: str, **fields: Any) -> str:
 
 
 def _events(
-    reply: Reply, session: ClientSession, asked: Document, message: Document, omits_thoughts: bool
+    reply: Reply, session: ClientSession, message: Document, omits_thoughts: bool
 ) -> Iterator[str]:
-    """Yield the events of an answer; ``message`` is whole, and kept, before the last two."""
+    """Yield the events of an answer; ``message`` is whole before the last two."""
     yield _event("message_start", message=message)
     ping = _event("ping")
     yield ping
@@ -272,8 +260,6 @@ def _events(
     reason = STOP_REASONS[str(session.finish_reason)] if word is None else "stop_sequence"
     end = {"stop_reason": reason, "stop_sequence": word}
     message |= end | {"usage": _usage(session)}
-    if "thread" in asked:
-        reply.server.threads.keep(asked, message)
     yield _event("message_delta", delta=end, usage=message["usage"])
     yield _event("message_stop")
 

@@ -1,11 +1,4 @@
-"""Documents kept in memory for clients that come back to them: responses, and threads of messages.
-
-Those of OpenAI's Responses API are shown, deleted and continued. Of the Anthropic API, a request
-with ``{"type": "create"}`` as its ``thread`` is kept under the name of its answer, and one with
-``{"type": "continue", "previous_message_id": ...}`` brings the new messages alone. So does
-``tool_runner`` of Anthropic's libraries; told that a thread is not found, it sends the whole
-conversation again.
-"""
+"""Responses kept in memory for clients that show, delete or continue them."""
 
 import json
 import time
@@ -23,8 +16,6 @@ KEPT_SECONDS = 3600.0  # for a client to come back
 KEPT_BYTES = 100_000_000  # of JSON: a thousand turns of 100 kB
 PAGE = 20  # items, as OpenAI's server has them
 MOST_SHOWN = 100  # items, as there
-OF_THREAD = ("system", "tools")
-"""Fields that a thread keeps from its first request, and that later ones may not change."""
 
 
 class Kept:
@@ -185,43 +176,3 @@ def _page(items: list[Document], query: Mapping[str, str]) -> Document:
     shown = items[: int(limit)]
     ends = {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]} if shown else {}
     return {"object": "list", "data": shown, "has_more": len(shown) < len(items)} | ends
-
-
-def check_thread(body: Document) -> None:
-    """Raise ValueError for a field ``thread`` that is none."""
-    thread = body.get("thread", {"type": "create"})
-    thread_type = thread.get("type") if isinstance(thread, dict) else None
-    if thread_type not in ("create", "continue"):
-        raise ValueError('thread is unknown: give {"type": "create"} or "continue".')
-    if thread_type == "continue" and not isinstance(thread.get("previous_message_id"), str):
-        raise ValueError("thread has no previous_message_id: name the answer to continue from.")
-
-
-class MessageThreads(Kept):
-    """Conversations by the name of their last answer; each may be continued more than once."""
-
-    def join(self, body: Document) -> Document:
-        """Return a request that continues with all that goes before it. Raises RequestError."""
-        name = body["thread"]["previous_message_id"]
-        found: Document | None = self.get(name)
-        if found is None:
-            raise RequestError(
-                f"there is no thread at {shortened(name)}: each is kept {self.terms}; send the "
-                "whole conversation.",
-                404,
-                "thread_not_found",
-            )
-        for field in OF_THREAD:
-            if field in body and body[field] != found.get(field):
-                raise RequestError(
-                    f"{field} differs from the thread's: leave it out, or create a new thread.",
-                    400,
-                    "thread_fingerprint_mismatch",
-                )
-        return body | found | {"messages": [*found["messages"], *body["messages"]]}
-
-    def keep(self, body: Document, message: Document) -> None:
-        """Keep a whole conversation under the name of its answer."""
-        said = {"role": "assistant", "content": message["content"]}
-        kept = {name: body[name] for name in OF_THREAD if name in body}
-        self.put(message["id"], kept | {"messages": [*body["messages"], said]})

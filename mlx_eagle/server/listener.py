@@ -20,7 +20,7 @@ from .access import Access
 from .answer_stream import RequestError, error_document
 from .collect import Collector
 from .engine import PairGenerator
-from .kept import MessageThreads, StoredResponses
+from .kept import StoredResponses
 
 MAX_HEAD = 2**17  # bytes of a request before its body
 DRAIN_SECONDS = 2.0
@@ -176,7 +176,6 @@ class PairServer(ThreadingHTTPServer):
         self.collector = collector
         self.metrics = generator.metrics
         self.stored = StoredResponses()
-        self.threads = MessageThreads()
         self.answering: set[BaseHTTPRequestHandler] = set()
         self.large_bodies = Lock()
         self.is_stopping = False
