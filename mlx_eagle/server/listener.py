@@ -20,7 +20,7 @@ from .access import Access
 from .answer_stream import RequestError, error_document
 from .collect import Collector
 from .engine import PairGenerator
-from .kept import StoredResponses
+from .stored_responses import StoredResponses
 
 MAX_HEAD = 2**17  # bytes of a request before its body
 DRAIN_SECONDS = 2.0

@@ -20,9 +20,9 @@ from .body import PairArguments, check_body, read_arguments, shortened
 from .client_session import ClientSession
 from .completions import asked_draft_usage, chat_request, logprob_of, model_name
 from .handler import Reply, event_text
-from .kept import is_reference
 from .prompt import as_request_errors, encoded, with_one_system, without_oldest
 from .request_fields import OWN, check_fields, is_search
+from .stored_responses import is_reference
 
 SAME = (
     *OWN, "parallel_tool_calls", "top_logprobs", "chat_template_kwargs", "stop", "thinking_budget",

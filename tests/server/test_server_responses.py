@@ -13,7 +13,7 @@ from test_server_tools import SCRIPTS, TOOLS
 from mlx_eagle.server.__main__ import agent_lines, announce
 from mlx_eagle.server.answer_stream import RequestError
 from mlx_eagle.server.engine import Schedule
-from mlx_eagle.server.kept import StoredResponses
+from mlx_eagle.server.stored_responses import StoredResponses
 
 SPACED = ["<tool_call>", '{"name":"get__da', 'te","arguments":{', "} }", "</tool_call>"]
 OWN_SCRIPTS = {";": SPACED} | SCRIPTS

@@ -5,8 +5,6 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from threading import Lock
-from types import MappingProxyType
-from typing import Any
 from urllib.parse import parse_qsl
 
 from .answer_stream import Document, RequestError
@@ -18,10 +16,10 @@ PAGE = 20  # items, as OpenAI's server has them
 MOST_SHOWN = 100  # items, as there
 
 
-class Kept:
-    """Documents by name, each for ``seconds`` and all in ``max_bytes``: the oldest leave first.
+class StoredResponses:
+    """Responses with their conversations, each for ``seconds`` and all in ``max_bytes``.
 
-    Any thread may ask.
+    The oldest leave first. Any thread may ask.
     """
 
     def __init__(
@@ -33,85 +31,64 @@ class Kept:
         self._seconds = seconds
         self._max_bytes = max_bytes
         self._clock = clock
-        self._kept: dict[str, tuple[float, bytes]] = {}
+        # By their names: since when, both as JSON, and the names of the items.
+        self._kept: dict[str, tuple[float, bytes, frozenset[str]]] = {}
         self._lock = Lock()
 
     @property
-    def terms(self) -> str:
-        """Time for which a document is kept, in words."""
-        return f"for {self._seconds / 60:.0f} minutes, until the server stops"
+    def _terms(self) -> str:
+        return f"kept for {self._seconds / 60:.0f} minutes, until the server stops"
 
-    def put(self, name: str, document: Any) -> None:
-        """Keep a document, which is JSON."""
-        content = json.dumps(document).encode()
+    def keep(self, response: Document, items: Sequence[Document]) -> None:
+        """Keep a response with all items of the conversation that it answers."""
+        complete = [_complete(item) for item in items]
+        content = json.dumps([response, complete]).encode()
+        names = (each["id"] for each in (*complete, *response["output"]))
+        own = frozenset(name for name in names if isinstance(name, str))  # clients name theirs
         with self._lock:
-            self._kept[name] = (self._clock(), content)
+            self._kept[response["id"]] = (self._clock(), content, own)
             self._drop()
-
-    def get(self, name: str) -> Any:
-        """Return a copy of a document; None if it is not kept."""
-        with self._lock:
-            self._drop()
-            found = self._kept.get(name)
-        return None if found is None else json.loads(found[1])
-
-    def remove(self, name: str) -> None:
-        """Keep a document no longer."""
-        with self._lock:
-            self._kept.pop(name, None)
 
     def _drop(self) -> None:
-        size = sum(len(content) for _, content in self._kept.values())
+        size = sum(len(content) for _, content, _ in self._kept.values())
         oldest = self._clock() - self._seconds
-        for name, (since, content) in list(self._kept.items()):
+        for name, (since, content, _) in list(self._kept.items()):
             if since > oldest and size <= self._max_bytes:
                 return
             size -= len(content)
             del self._kept[name]
-
-
-class StoredResponses(Kept):
-    """Responses with their conversations."""
-
-    _holders: Mapping[str, str] = MappingProxyType({})
-    """By the name of an item, the last response that has it."""
-
-    def keep(self, response: Document, items: Sequence[Document]) -> None:
-        """Keep a response with all items of the conversation that it answers."""
-        name = response["id"]
-        complete = [_complete(item) for item in items]
-        self.put(name, [response, complete])
-        with self._lock:
-            there = (each["id"] for each in (*complete, *response["output"]))
-            here = {item: name for item in there if isinstance(item, str)}  # clients name theirs
-            known = {item: own for item, own in self._holders.items() if own in self._kept}
-            self._holders = known | here
 
     def resolve(self, items: Sequence[Document]) -> list[Document]:
         """Return the items, each reference replaced by what it means. Raises RequestError."""
         return [self._item(each["id"]) if is_reference(each) else each for each in items]
 
     def _item(self, name: str) -> Document:
-        response, items = self.get(self._holders.get(name, "")) or ({"output": []}, [])
-        for item in (*response["output"], *items):
-            if item["id"] == name:
-                return dict(item)
-        raise RequestError(
-            f"there is no item {shortened(name)}: those of responses are kept {self.terms}, "
-            "unless store is false.",
-            404,
-        )
+        with self._lock:
+            self._drop()
+            holders = [content for _, content, names in self._kept.values() if name in names]
+        if not holders:
+            raise RequestError(
+                f"there is no item {shortened(name)}: those of responses are {self._terms}, "
+                "unless store is false.",
+                404,
+            )
+        response, items = json.loads(holders[-1])
+        found: Document = next(e for e in (*response["output"], *items) if e["id"] == name)
+        return found
 
     def find(self, name: str, status: int = 404) -> tuple[Document, list[Document]]:
         """Return copies of a response and the items it answers. Raises RequestError."""
-        found: tuple[Document, list[Document]] | None = self.get(name)
-        if found is None:
+        with self._lock:
+            self._drop()
+            _, content, _ = self._kept.get(name, (0.0, b"", ()))
+        if not content:
             raise RequestError(
-                f"there is no response {shortened(name)}: each is kept {self.terms}, unless store "
-                "is false.",
+                f"there is no response {shortened(name)}: each is {self._terms}, unless store is "
+                "false.",
                 status,
             )
-        return found
+        response, items = json.loads(content)
+        return response, items
 
     def show(self, path: str, query: str) -> Document:
         """Return what ``path`` names: a response, or a page of its items. Raises RequestError."""
@@ -129,7 +106,8 @@ class StoredResponses(Kept):
     def delete(self, name: str) -> Document:
         """Delete a response. Raises RequestError."""
         self.find(name)
-        self.remove(name)
+        with self._lock:
+            self._kept.pop(name, None)
         return {"id": name, "object": "response", "deleted": True}
 
 
