@@ -314,17 +314,10 @@ def _check_logprobs(body: dict[str, Any], needed: str) -> None:
 def _check_promises(body: dict[str, Any]) -> None:
     """Refuse fields that would be ignored; ``tool_choice`` "none" removes the tools."""
     TOKENS.check("n", body.get("n", 1))
-    if body.get("best_of", body.get("n", 1)) != body.get("n", 1):
-        raise ValueError(f"best_of is {_shown(body['best_of'])}, not n: leave it out.")
     if body.get("tool_choice") == "none":
         body.pop("tools", None)
-    for name in ("functions", "function_call"):
-        if name in body:
-            raise ValueError(f"{name} is not supported: give tools instead.")
     if body.get("echo") and body.get("logprobs", False) is not False:
         raise ValueError("echo and logprobs together are not supported: leave one out.")
-    if "adapters" in body:
-        raise ValueError("adapters cannot be chosen here: start the server with --adapter-path.")
 
 
 def _check_stop(stop: Any) -> None:

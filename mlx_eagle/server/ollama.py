@@ -19,7 +19,7 @@ from ..system.device import weight_bytes
 from ..system.fields import check_type
 from ..system.progress import silent
 from .answer_stream import Document, RequestError
-from .body import check_body, read_arguments, shortened
+from .body import check_body, check_messages, read_arguments, shortened
 from .client_session import ClientSession, Piece
 from .completions import chat_request, logprob_of, model_name
 from .handler import Reply
@@ -84,21 +84,17 @@ def _translated(body: Document) -> Document:
 
 def _messages(messages: Sequence[Any]) -> list[Document]:
     """Translate messages: calls get names, which the results that follow refer to in order."""
+    check_messages(messages)
     found: list[Document] = []
     open_calls: list[str] = []
     for message in messages:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise ValueError("a message is something else than an object with a role.")
         if message.get("images"):
             raise ValueError("a message has images: only text can be read here.")
         content = check_type("a message's content", message.get("content") or "", str)
         said: Document = {"role": message["role"], "content": content}
         if isinstance(message.get("thinking"), str) and message["thinking"]:
             said["reasoning_content"] = message["thinking"]
-        calls = message.get("tool_calls") or []
-        if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-            raise ValueError("tool_calls is something else than a list of objects.")
-        if calls:
+        if calls := message.get("tool_calls"):
             open_calls = [f"call_{len(found)}_{i}" for i in range(len(calls))]
             said["tool_calls"] = [
                 {"id": name, "type": "function", "function": call.get("function")}

@@ -27,9 +27,9 @@ OF_CHATS = (
     "tools",
 )
 OF_OPENAI = (
-    "max_tokens", "max_completion_tokens", "stop", "n", "best_of", "logprobs", "top_logprobs",
+    "max_tokens", "max_completion_tokens", "stop", "n", "logprobs", "top_logprobs",
     "stream_options", "include_draft", "response_format", "reasoning_effort", "role_mapping",
-    "adapters", "functions", "function_call", "echo", "continue_final_message",
+    "echo", "continue_final_message",
 )  # fmt: skip
 OF_NO_EFFECT = (
     "metadata", "service_tier", "prompt_cache_key", "prompt_cache_retention", "cache_prompt",

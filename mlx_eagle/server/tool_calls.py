@@ -362,19 +362,17 @@ class _Writer:
                 value = self._value({} if inner is True else inner, "", lambda text: _only(
                     read("{a:" + text + "}")))  # fmt: skip
                 item = f'/[A-Za-z_][A-Za-z0-9_]*/ ":" {value}'
-                opening = "{"
-                closing = "}"
+                brackets = "{}"
             else:
                 items = branch.get("items", {})
                 item = self._value(items, "", lambda text: _only(read(f"[{text}]")))
-                opening = "["
-                closing = "]"
+                brackets = "[]"
             fewest = branch.get("minItems", 0)
             most = branch.get("maxItems")
             more = f'("," {item}){{{max(fewest - 1, 0)},{"" if most is None else most - 1}}}'
             more = "" if most == 1 else more
             several = "" if most == 0 else f"({item} {more})" + ("" if fewest else "?")
-            found.append(f'"{opening}" {several} "{closing}" {self._literal(tail)}')
+            found.append(f'"{brackets[0]}" {several} "{brackets[1]}" {self._literal(tail)}')
         return found
 
     def _branches(self, schema: Schema | bool) -> Iterator[Schema]:

@@ -133,6 +133,7 @@ def test_options_and_forms(server):
     assert ask(options=options)["message"] == ask(options=options)["message"]
 
 
+TEXTS = [{"type": "text", "text": "Hello"}]
 WRONG = {
     "options": ({"options": 5}, "options is a number: give an object"),
     "a number": ({"options": {"temperature": "x"}}, "temperature is a string"),
@@ -140,8 +141,11 @@ WRONG = {
     "messages": ({"messages": 5}, "messages is a number: give a list"),
     "a message": ({"messages": [5]}, "an object with a role"),
     "images": ({"messages": [{"role": "user", "content": "", "images": ["x"]}]}, "only text"),
-    "calls": ({"messages": [{"role": "user", "tool_calls": [5]}]}, "a list of objects"),
-    "content": ({"messages": [{"role": "user", "content": [5]}]}, "is a list: give a string"),
+    "calls": (
+        {"messages": [{"role": "user", "tool_calls": [5]}]},
+        "a tool call is a number: give an object",
+    ),
+    "content": ({"messages": [{"role": "user", "content": TEXTS}]}, "is a list: give a string"),
     "stream": ({"stream": "yes"}, "stream is a string: give a boolean"),
     "a form": ({"format": "xml"}, "the schema is not JSON"),
     "think": ({"think": 5}, "think is something else"),

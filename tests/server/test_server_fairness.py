@@ -91,12 +91,12 @@ def post(asked, fields: dict, path: str = "/v1/completions", head: dict | None =
 
 PROMISES = {
     "several": ({"n": 65}, "asks for 65 answers: ask for at most 64"),
-    "best": ({"best_of": 3}, "best_of is 3"),
+    "best": ({"best_of": 3}, "best_of is not supported: leave it out"),
     "schema": ({"response_format": {"type": "json_schema"}}, "response_format has no json_schema"),
     "xml": ({"response_format": {"type": "xml"}}, "an unknown type: give text, json_object"),
     "forced": ({"tool_choice": "required"}, "forces a call, but the tool is not among tools"),
     "named": ({"tool_choice": {"type": "function"}}, "tool_choice is unknown: give 'auto'"),
-    "functions": ({"functions": []}, "give tools instead"),
+    "functions": ({"functions": [{}]}, "functions is not supported: leave it out"),
     "echo": ({"echo": True, "logprobs": True}, "echo and logprobs together"),
     "suffix": ({"suffix": "end"}, "suffix is not supported"),
     "template": ({"chat_template_kwargs": {"chat_template": "x"}}, "kwargs names"),

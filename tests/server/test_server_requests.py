@@ -76,7 +76,7 @@ FIELDS = {
     "unknown token": ({"prompt": [1, VOCAB]}, f"has token {VOCAB}, but this model has {VOCAB}"),
     "many prompts": ({"prompt": ["a"] * 65}, "asks for 65 answers: ask for at most 64"),
     "many answers": ({"prompt": ["a"] * 9, "n": 8}, "asks for 72 answers"),
-    "best of": ({"best_of": 3}, "best_of is 3, not n: leave it out"),
+    "best of": ({"best_of": 3}, "best_of is not supported: leave it out"),
     "logprobs": ({"logprobs": 21}, "logprobs is 21: give 0 to 20"),
     "logprobs and echo": ({"logprobs": 1, "echo": True}, "echo and logprobs together"),
     "suffix": ({"suffix": "a"}, "suffix is not supported"),
@@ -103,7 +103,7 @@ FIELDS = {
     "empty stop": ({"stop": ["a", ""]}, "stop is something else"),
     "stream": ({"stream": "yes"}, "stream is a string: give a boolean"),
     "stream options": ({"stream_options": {"include_usage": 1}}, "include_usage is a number"),
-    "adapters": ({"adapters": "folder"}, "start the server with --adapter-path"),
+    "adapters": ({"adapters": "folder"}, "adapters is not supported: leave it out"),
 }
 MESSAGES = {
     "no messages": (None, "the request has no messages"),
