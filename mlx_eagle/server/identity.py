@@ -4,14 +4,14 @@ Neither names nor dates of files matter, but all that a forward pass can depend 
 weights, each at its place, and the numbers that are no weights, such as an adapter's scale.
 """
 
-import dataclasses
 import hashlib
-from collections.abc import Iterator, Mapping
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 
 PIECE = 2**22  # elements summed at once: 16 MB beside the weights
 FACTOR = 2654435761  # Knuth's, odd: factors of neighbours differ in all bits
@@ -28,12 +28,14 @@ def module_digest(module: nn.Module) -> str:
     factors = mx.arange(PIECE, dtype=mx.uint32) * mx.array(FACTOR, mx.uint32)
     factors = (factors ^ (factors >> 15)) | 1
     lines = []
-    for path, inner in sorted(module.named_modules(), key=lambda named: named[0]):
-        lines.append(f"{path}: {type(inner).__qualname__}")
-        values = {**vars(inner), **inner}
-        for name in sorted(values.keys() - OWN):
-            lines += _lines(f"{path}.{name}", values[name], factors)
-    return digest(*lines)
+    for path, inner in module.named_modules():
+        own = sorted((name, _told(v)) for name, v in vars(inner).items() if name not in OWN)
+        lines.append(f"{path}: {type(inner).__qualname__} {own}")
+    for path, value in tree_flatten(module):
+        is_array = isinstance(value, mx.array)
+        told = f"{value.shape} {value.dtype} {_sums(value, factors)}" if is_array else _told(value)
+        lines.append(f"{path} {told}")
+    return digest(*sorted(lines))
 
 
 def adapter_digest(path: str | None) -> str:
@@ -44,26 +46,11 @@ def adapter_digest(path: str | None) -> str:
         return ""
 
 
-def _lines(name: str, value: Any, factors: mx.array) -> Iterator[str]:
-    """Yield a line for each value in ``value``, except modules, which have lines of their own."""
-    if isinstance(value, nn.Module):
-        return
-    if isinstance(value, mx.array):
-        yield f"{name} {value.shape} {value.dtype} {_sums(value, factors)}"
-    elif isinstance(value, Mapping):
-        for key in sorted(value, key=str):
-            yield from _lines(f"{name}.{key}", value[key], factors)
-    elif isinstance(value, list | tuple):
-        for i, each in enumerate(value):
-            yield from _lines(f"{name}.{i}", each, factors)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for key in dataclasses.fields(value):
-            yield from _lines(f"{name}.{key.name}", getattr(value, key.name, None), factors)
-    elif isinstance(value, bool | int | float | str | None):
-        yield f"{name} = {value!r}"
-    else:  # a function, say: its address would be another after each start
-        type_name = getattr(value, "__qualname__", type(value).__qualname__)
-        yield f"{name} is {type_name}"
+def _told(value: Any) -> str:
+    """Describe a value that is no array; a function, say, has another address after each start."""
+    if is_dataclass(value) or isinstance(value, bool | int | float | str | list | dict | None):
+        return repr(value)
+    return str(getattr(value, "__qualname__", type(value).__qualname__))
 
 
 def _sums(array: mx.array, factors: mx.array) -> list[int]:
