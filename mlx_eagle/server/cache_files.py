@@ -14,12 +14,11 @@ import secrets
 import shutil
 import stat
 import tempfile
-import zlib
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -29,11 +28,11 @@ from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 from ..system.atomic_folder import remove_orphans, try_lock
 from ..system.safetensors import read_header, read_metadata
 from ..target_model.rollback import check_supported
+from .identity import digest
 
 FOLDER_BYTES = 20_000_000_000
 NAME = re.compile(r"[0-9a-f]{32}-[0-9a-f]{8}\.safetensors")  # the last part is ``_checksum``
 DRAFT = ".{}.{}.part.safetensors"
-PIECE = 1 << 24  # bytes read at once
 UNREADABLE = (OSError, ValueError, RuntimeError, LookupError, TypeError, AttributeError)
 """Errors that mlx-lm, MLX and we raise for files that are damaged or of another version."""
 IS_TRUE = {"True": True, "False": False}
@@ -185,9 +184,8 @@ class CacheFolder:
         if text is None:
             return None
         try:
-            with path.open("rb") as file:
-                if _checksum(file) != path.stem[-8:]:
-                    raise ValueError("it is not what was written")
+            if _checksum(path) != path.stem[-8:]:
+                raise ValueError("it is not what was written")
             caches, metadata = load_prompt_cache(str(path), return_metadata=True)
             mx.eval([cache.state for cache in caches])
             return _as_caches(caches, metadata, len(text.tokens))
@@ -258,8 +256,8 @@ class CacheFolder:
         if size > self.max_bytes:
             raise OSError(errno.EFBIG, f"{size} bytes are more than --prompt-cache-bytes")
         metadata = text.metadata() | self.pair
-        digest = hashlib.blake2b(repr(sorted(metadata.items())).encode(), digest_size=16)
-        draft = self.path / DRAFT.format(digest.hexdigest(), secrets.token_hex(4))
+        name = digest(repr(sorted(metadata.items())))
+        draft = self.path / DRAFT.format(name, secrets.token_hex(4))
         file = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             try_lock(file)
@@ -271,8 +269,7 @@ class CacheFolder:
                 raise
             os.fsync(file)
             read_header(draft)
-            with os.fdopen(os.dup(file), "rb") as written:
-                path = self.path / f"{digest.hexdigest()}-{_checksum(written)}.safetensors"
+            path = self.path / f"{name}-{_checksum(draft)}.safetensors"
             os.rename(draft, path)
         finally:
             with suppress(FileNotFoundError):
@@ -290,10 +287,7 @@ class CacheFolder:
                 total -= found.st_size
 
 
-def _checksum(file: BinaryIO) -> str:
+def _checksum(path: Path) -> str:
     """Checksum of all bytes of a file, in eight digits."""
-    file.seek(0)
-    crc = 0
-    while piece := file.read(PIECE):
-        crc = zlib.crc32(piece, crc)
-    return f"{crc:08x}"
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:8]

@@ -4,7 +4,6 @@ A cache that can be trimmed serves all texts that begin like its own. Recurrent 
 windows cannot: they have snapshots at the points where other texts are likely to differ.
 """
 
-import hashlib
 import logging
 import time
 from argparse import Namespace
@@ -32,6 +31,7 @@ from ..drafters.base import Drafter
 from ..target_model.cache_view import single_caches
 from ..target_model.target import Target
 from .cache_files import FOLDER_BYTES, CacheFolder, Caches, Snapshot, Tokens
+from .identity import digest
 from .metrics import CacheCounts
 
 NUM_KEPT = {"system": 1, "user": 2, "assistant": 1}
@@ -288,7 +288,7 @@ class PairCache:
 
 def salted(salt: str) -> str:
     """Digest of a request's salt, kept in place of the salt; "" for none."""
-    return hashlib.blake2b(salt.encode(), digest_size=16).hexdigest() if salt else ""
+    return digest(salt) if salt else ""
 
 
 def _is_unsaved(snapshot: Snapshot) -> bool:

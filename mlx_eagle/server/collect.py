@@ -4,7 +4,6 @@ No request fails because of it.
 """
 
 import errno
-import hashlib
 import json
 import logging
 import os
@@ -15,6 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from threading import Lock
 from typing import Any
+
+from .identity import digest
 
 COLLECT_BYTES = 256_000_000
 MOST_KNOWN = 100_000  # rows that are not kept a second time
@@ -47,9 +48,9 @@ class Collector:
     def keep(self, row: Mapping[str, Any]) -> None:
         """Append a row unless it is there; log a failure once, until it works again."""
         line = json.dumps(row).encode() + b"\n"
-        digest = _digest(row)
+        said = _digest(row)
         with self._lock:
-            if digest in self._known:
+            if said in self._known:
                 return
             try:
                 self._append(line)
@@ -62,11 +63,11 @@ class Collector:
                 self._is_failing = True
             else:
                 self._is_failing = False
-                self._known[digest] = None
+                self._known[said] = None
                 if len(self._known) > MOST_KNOWN:
                     del self._known[next(iter(self._known))]
 
-    def _kept(self) -> Iterator[bytes]:
+    def _kept(self) -> Iterator[str]:
         """Yield the digests of the rows in the file, skipping lines that are not ours."""
         with self.path.open("rb") as file:
             for line in file:
@@ -105,10 +106,9 @@ class Collector:
         return file
 
 
-def _digest(row: Mapping[str, Any]) -> bytes:
+def _digest(row: Mapping[str, Any]) -> str:
     """Digest of a conversation with its answer, tools and arguments."""
-    said = [row.get(name) for name in ("messages", "tools", "chat_template_kwargs")]
-    return hashlib.blake2b(json.dumps(said).encode(), digest_size=16).digest()
+    return digest(json.dumps([row.get(n) for n in ("messages", "tools", "chat_template_kwargs")]))
 
 
 def open_collector(args: Namespace) -> Collector | None:
