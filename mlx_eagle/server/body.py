@@ -177,12 +177,11 @@ def check_body(body: dict[str, Any], needed: str) -> dict[str, Any]:
     for name in ("include_usage", "include_draft"):
         value = body.get("stream_options", {}).get(name, False)
         check_type(f"stream_options.{name}", value, bool)
-    for tool in body.get("tools", []):
-        check_type("a tool", tool, dict)
-    if any(map(is_search, body.get("tools", []))):
+    if "tools" in body:
         body["tools"] = [tool for tool in body["tools"] if not is_search(tool)]
     for tool in body.get("tools", []):
-        function = check_type("a tool's function", tool.get("function") or tool, dict)
+        function = check_type("a tool", tool, dict).get("function") or tool
+        check_type("a tool's function", function, dict)
         if not isinstance(function.get("name"), str):
             raise ValueError("a tool has no name: give its function one.")
     _check_logprobs(body, needed)

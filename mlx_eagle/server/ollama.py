@@ -152,17 +152,10 @@ def _shown(reply: Reply, session: ClientSession, piece: Piece, is_chat: bool) ->
     found: Document = {"response": piece.text, **thoughts}
     if is_chat:
         message: Document = {"role": "assistant", "content": piece.text, **thoughts}
-        if piece.calls:
-            message["tool_calls"] = [
-                {
-                    "id": call["id"],
-                    "function": {
-                        "name": call["function"]["name"],
-                        "arguments": json.loads(call["function"]["arguments"]),
-                    },
-                }
-                for call in piece.calls
-            ]
+        for call in piece.calls:
+            arguments = json.loads(call["function"]["arguments"])
+            function = {"name": call["function"]["name"], "arguments": arguments}
+            message.setdefault("tool_calls", []).append({"id": call["id"], "function": function})
         found = {"message": message}
     if session.args.logprobs and piece.responses:
         found["logprobs"] = [logprob_of(reply.provider.spelling, r) for r in piece.responses]

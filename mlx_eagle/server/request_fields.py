@@ -126,10 +126,6 @@ def _schema(value: Any) -> dict[str, Any]:
     return {"response_format": response_format}
 
 
-def _regex(value: Any) -> dict[str, Any]:
-    return {"grammar": {"regex": value}}
-
-
 def _words(value: Any) -> dict[str, Any]:
     """Translate texts of which the answer is one."""
     if not isinstance(value, list) or not value or not all(isinstance(v, str) for v in value):
@@ -142,7 +138,7 @@ def _structure(value: Any) -> dict[str, Any]:
     """Translate vLLM's ``structured_outputs``."""
     readers: dict[str, Callable[[Any], dict[str, Any]]] = {
         "json": _schema,
-        "regex": _regex,
+        "regex": MAPPED["guided_regex"],
         "choice": _words,
         "json_object": lambda is_one: _format("json" if is_one else ""),
     }
@@ -187,7 +183,7 @@ MAPPED: dict[str, Callable[[Any], dict[str, Any]]] = {
     "format": _format,
     "guided_choice": _words,
     "guided_json": _schema,
-    "guided_regex": _regex,
+    "guided_regex": lambda value: {"grammar": {"regex": value}},
     "json_schema": _schema,
     "max_new_tokens": _limit,
     "n_predict": _limit,
