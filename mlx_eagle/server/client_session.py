@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,8 +15,10 @@ from .answer_stream import AnswerStream, DraftReport, Letter, PairResponse, Text
 from .body import PairArguments
 from .collect import Collector
 from .engine import PairGenerator
-from .prompt import Tokenized
+from .prompt import Tokenized, as_request_errors, read_prompt
 from .tool_formats import checked, readable
+
+LARGE = 2**16  # bytes of a body; larger prompts are tokenized one after the other
 
 
 @dataclass
@@ -77,9 +80,13 @@ class ClientSession:
         ``leader``: a session that was submitted with the same prompt, which is read once.
         """
         if leader is None:
-            self._tokenized = self.generator.read_prompt(
-                self.request, self.args, self._num_bytes, self._check
-            )
+            generator = self.generator
+            is_large = self._num_bytes > LARGE
+            with generator.large_prompts if is_large else nullcontext(), as_request_errors():
+                provider = generator.model_provider
+                self._tokenized = read_prompt(
+                    self.request, self.args, provider, self._num_bytes, self._check
+                )
         else:
             self._tokenized = leader._tokenized
             self.args.chat_template_kwargs = leader.args.chat_template_kwargs

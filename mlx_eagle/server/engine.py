@@ -12,7 +12,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -22,7 +21,7 @@ from threading import Event, Lock
 
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.server import CompletionRequest, ResponseGenerator
+from mlx_lm.server import ResponseGenerator
 
 from ..batch.group import Group, RoundOutput
 from ..batch.requests import Request, first_token, reason_not_batchable
@@ -34,19 +33,9 @@ from .body import PairArguments
 from .caches import PairCache
 from .grammars import make_grammar
 from .metrics import Metrics
-from .prompt import (
-    LONG,
-    Tokenized,
-    as_request_errors,
-    check_prompt,
-    check_text_length,
-    message_ends,
-    render,
-    template_options,
-)
+from .prompt import Tokenized, as_request_errors
 from .provider import PairProvider
 
-LARGE = 2**16  # bytes of a body; larger prompts are tokenized one after the other
 TIME_LIMIT = 600.0  # seconds
 IDLE = 0.1  # seconds between looks at whether to stop, while there are no requests
 
@@ -264,7 +253,7 @@ class PairGenerator(ResponseGenerator):
     def __init__(self, provider: PairProvider, prompt_cache: PairCache):
         self.metrics = Metrics(prompt_cache.counts, provider.answers)
         self._open: set[AnswerStream] = set()
-        self._large_prompts = Lock()
+        self.large_prompts = Lock()
         self._is_hurried = Event()
         super().__init__(provider, prompt_cache)
 
@@ -286,43 +275,6 @@ class PairGenerator(ResponseGenerator):
             raise self.model_provider.error
         if self.model_provider.model is None:
             raise ValueError("the pair could not be loaded: the reason stands above.")
-
-    def read_prompt(
-        self,
-        request: CompletionRequest,
-        args: PairArguments,
-        num_bytes: int,
-        check: Callable[[], None],
-    ) -> Tokenized:
-        """Tokenize a request whose body has ``num_bytes`` bytes, in the thread of its client.
-
-        A prompt that is far too long is refused before all of it is tokenized. ``check`` is
-        called meanwhile and may raise. Raises RequestError.
-        """
-        provider = self.model_provider
-        tokenizer = self.model_provider.tokenizer
-        with self._large_prompts if num_bytes > LARGE else nullcontext(), as_request_errors():
-            self.check_alive()
-            if isinstance(request.prompt, list):
-                check_prompt(request.prompt, args, provider)
-                return Tokenized(request.prompt, ends={len(request.prompt) - 1: "user"})
-            if provider.context is not None and num_bytes > LONG * provider.context:
-                options = self.cli_args.chat_template_args | (args.chat_template_kwargs or {})
-                text = render(request, tokenizer, options)
-                check_text_length(text, tokenizer.encode, provider.context, check)
-            options = template_options(request, args, provider)
-            args.chat_template_kwargs = options
-            if "continue_final_message" in options:  # mlx-lm always begins an answer
-                text = render(request, tokenizer, options)
-                initial_state = "normal"
-                tokens = tokenizer.encode(text, add_special_tokens=False)
-            else:
-                tokens, _, _, initial_state, _ = self._tokenize(tokenizer, request, args)
-            check_prompt(tokens, args, provider)
-            ends = {}
-            if provider.needs_snapshots:
-                ends = message_ends(request, tokens, tokenizer, options)
-            return Tokenized(tokens, initial_state, ends)
 
     def submit(
         self, request: Tokenized, args: PairArguments, behind: AnswerStream | None = None

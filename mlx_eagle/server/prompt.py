@@ -70,23 +70,61 @@ class Tokenized:
 
 
 def render(
-    request: CompletionRequest, tokenizer: TokenizerWrapper, template_args: dict[str, Any]
-) -> str:
-    """Build the text of the prompt with the chat template."""
-    if request.request_type != "chat":
-        return request.prompt
-    if not tokenizer.has_chat_template:
+    request: CompletionRequest,
+    tokenizer: TokenizerWrapper,
+    template_args: dict[str, Any],
+    tokenize: bool = False,
+) -> Any:
+    """Build the text of the prompt with the chat template, or its tokens."""
+    if request.request_type == "chat" and tokenizer.has_chat_template:
+        join_content(request.messages)
+        return tokenizer.apply_chat_template(
+            request.messages,
+            add_generation_prompt="continue_final_message" not in template_args,
+            tools=request.tools,
+            tokenize=tokenize,
+            **template_args,
+        )
+    text = request.prompt
+    if request.request_type == "chat":
         if "continue_final_message" in template_args:
             raise ValueError("this model has no chat template: ask for a completion of the text.")
-        return convert_chat(request.messages, request.role_mapping)
-    join_content(request.messages)
-    return tokenizer.apply_chat_template(
-        request.messages,
-        add_generation_prompt="continue_final_message" not in template_args,
-        tools=request.tools,
-        tokenize=False,
-        **template_args,
-    )
+        text = convert_chat(request.messages, request.role_mapping)
+    return tokenizer.encode(text) if tokenize else text
+
+
+def read_prompt(
+    request: CompletionRequest,
+    args: PairArguments,
+    provider: PairProvider,
+    num_bytes: int,
+    check: Callable[[], None],
+) -> Tokenized:
+    """Tokenize a request whose body has ``num_bytes`` bytes.
+
+    A prompt that is far too long is refused before all of it is tokenized. ``check`` is called
+    meanwhile and may raise. Raises ValueError and TEMPLATE_ERRORS.
+    """
+    tokenizer = provider.tokenizer
+    if isinstance(request.prompt, list):
+        check_prompt(request.prompt, args, provider)
+        return Tokenized(request.prompt, ends={len(request.prompt) - 1: "user"})
+    if provider.context is not None and num_bytes > LONG * provider.context:
+        options = provider.cli_args.chat_template_args | (args.chat_template_kwargs or {})
+        text = render(request, tokenizer, options)
+        check_text_length(text, tokenizer.encode, provider.context, check)
+    tokens = encoded(request, args, provider)
+    check_prompt(tokens, args, provider)
+    options = args.chat_template_kwargs or {}
+    state = "normal"
+    is_templated = request.request_type == "chat" and tokenizer.has_chat_template
+    if is_templated and "continue_final_message" not in options:
+        thinks = tokenizer.has_thinking
+        thinks = thinks and tokenizer.rfind_think_start(tokens) > tokenizer.rfind_think_end(tokens)
+        state = tokenizer.response_initial_state or ("reasoning" if thinks else "normal")
+    needs_ends = provider.needs_snapshots
+    ends = message_ends(request, tokens, tokenizer, options) if needs_ends else {}
+    return Tokenized(tokens, state, ends)
 
 
 def with_one_system(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -151,10 +189,13 @@ def check_prompt(prompt: list[int], args: PairArguments, provider: PairProvider)
 
 
 def encoded(request: CompletionRequest, args: PairArguments, provider: PairProvider) -> list[int]:
-    """Tokenize a chat's prompt, to count its tokens. Raises ValueError, TEMPLATE_ERRORS."""
-    tokenizer = provider.tokenizer
-    text = render(request, tokenizer, template_options(request, args, provider))
-    return tokenizer.encode(text, add_special_tokens=not tokenizer.has_chat_template)
+    """Tokenize a prompt, with the options of the template that ``args`` gets.
+
+    Raises ValueError, TEMPLATE_ERRORS.
+    """
+    args.chat_template_kwargs = template_options(request, args, provider)
+    tokens: list[int] = render(request, provider.tokenizer, args.chat_template_kwargs, True)
+    return tokens
 
 
 def without_oldest(
