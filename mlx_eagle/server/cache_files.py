@@ -42,14 +42,12 @@ Tokens = npt.NDArray[np.int32]
 class Caches(list[Any]):
     """Caches of one sequence: the first ``num_target`` are the target's, the rest the drafter's.
 
-    ``num_tokens`` is the length of the sequence when they were filed; trimming does not change it.
-    ``is_whole``: the drafter's part then had all that it keeps of the last token.
+    ``is_whole``: the drafter's part has all that it keeps of the last token.
     """
 
     def __init__(self, caches: list[Any], num_target: int | None = None, is_whole: bool = True):
         super().__init__(caches)
         self.num_target = len(caches) if num_target is None else num_target
-        self.num_tokens = 0
         self.is_whole = is_whole
 
     @property
@@ -90,9 +88,6 @@ class Snapshot:
         num_common = int(differ.argmax()) if differ.any() else size
         return num_common if self.is_trimmable or num_common == len(self.tokens) else 0
 
-    def is_longer(self, other: "Snapshot") -> bool:
-        return len(self.tokens) > len(other.tokens)
-
     @classmethod
     def of(cls, path: Path, metadata: Mapping[str, str]) -> "Snapshot":
         """Make the snapshot of a file; its caches are read when they are needed.
@@ -100,7 +95,7 @@ class Snapshot:
         Raises ValueError or KeyError for other metadata.
         """
         tokens = np.frombuffer(base64.b64decode(metadata["tokens"]), "<i4").astype(np.int32)
-        _as_caches([], metadata, len(tokens))  # which raises, too
+        _as_caches([], metadata)  # which raises, too
         is_trimmable = IS_TRUE[metadata["is_trimmable"]]
         salt = metadata.get("salt", "")
         return cls(tokens, metadata["cache_type"], is_trimmable, salt, path=path)
@@ -118,11 +113,9 @@ class Snapshot:
         }
 
 
-def _as_caches(caches: list[Any], metadata: Mapping[str, str], num_tokens: int) -> Caches:
+def _as_caches(caches: list[Any], metadata: Mapping[str, str]) -> Caches:
     """Wrap the caches of a file as its metadata says."""
-    found = Caches(caches, int(metadata["num_target"]), IS_TRUE[metadata["is_whole"]])
-    found.num_tokens = num_tokens
-    return found
+    return Caches(caches, int(metadata["num_target"]), IS_TRUE[metadata["is_whole"]])
 
 
 class CacheFolder:
@@ -180,15 +173,12 @@ class CacheFolder:
 
     def load(self, path: Path) -> Caches | None:
         """Load the caches of a file; None if it is gone, or broken and now removed."""
-        text = self._known.get(path)
-        if text is None:
-            return None
         try:
             if _checksum(path) != path.stem[-8:]:
                 raise ValueError("it is not what was written")
             caches, metadata = load_prompt_cache(str(path), return_metadata=True)
             mx.eval([cache.state for cache in caches])
-            return _as_caches(caches, metadata, len(text.tokens))
+            return _as_caches(caches, metadata)
         except UNREADABLE as err:
             self._discard(path, err)
             return None
@@ -225,7 +215,6 @@ class CacheFolder:
     def _read(self, path: Path) -> Snapshot | None:
         """Read the metadata of a file; None if it is of another pair, or broken."""
         try:
-            read_header(path)
             metadata = {
                 name.removeprefix("0."): value for name, value in read_metadata(path).items()
             }

@@ -75,9 +75,7 @@ def shortened(caches: Caches, num_tokens: int) -> Caches:
         trim(target, num_tokens)
         draft = draft if can_trim(draft) else []
         trim(draft, num_tokens)
-    shorter = Caches(target + draft, caches.num_target, caches.is_whole)
-    shorter.num_tokens = caches.num_tokens
-    return shorter
+    return Caches(target + draft, caches.num_target, caches.is_whole and num_tokens == 0)
 
 
 def is_always_trimmable(caches: list[Any]) -> bool:
@@ -132,17 +130,16 @@ class PairCache:
         Only requests with the same ``salt`` find them.
         """
         caches = prompt_cache if isinstance(prompt_cache, Caches) else Caches(prompt_cache)
-        caches.num_tokens = len(tokens)
         text = np.array(tokens, np.int32)
         made = Snapshot(text, cache_type, can_trim(caches.target), salted(salt), caches)
         for other in self._of(made.salt):
-            is_loaded = other.caches is not None and other.is_longer(made)
+            is_loaded = other.caches is not None and len(other.tokens) > len(text)
             if is_loaded and other.num_usable(text) == len(text):
                 self._use(other)  # and that is all that is needed
                 return
         for other in self._replaced_by(made):
             other.caches = None
-            if not made.is_longer(other):
+            if len(other.tokens) == len(text):
                 made.path = other.path
             if other.path in (None, made.path):
                 self._snapshots.remove(other)
@@ -193,7 +190,7 @@ class PairCache:
         before = [s for s in others if s.num_usable(made.tokens) == len(s.tokens)]
         if made.is_trimmable:
             return before
-        same = [s for s in before if not made.is_longer(s)]
+        same = [s for s in before if len(s.tokens) == len(made.tokens)]
         alike = [s for s in before if s not in same and s.cache_type == made.cache_type]
         alike.sort(key=lambda s: -len(s.tokens))
         return same + alike[NUM_KEPT[made.cache_type] - 1 :]
@@ -312,17 +309,16 @@ def prepare(
     """Make fetched caches that hold ``text`` ready for the next request.
 
     Without a drafter the result has no drafter's part, which would fall behind. With one it has:
-    a fresh part if there was none, so the drafter starts cold. If the caches were trimmed to
-    ``text``, or were not whole, what the drafter keeps of the last token is computed.
+    a fresh part if there was none, so the drafter starts cold. If the caches are not
+    whole, as when they were trimmed, what the drafter keeps of the last token is computed.
     """
     if caches is None:
         caches = Caches(make_prompt_cache(model))
     if drafter is None:
         return Caches(caches.target)
-    is_whole = caches.is_whole and caches.num_tokens == len(text)
     if not caches.draft:
         caches += drafter.make_cache()
-    elif drafter.taps and text and not is_whole:
+    elif drafter.taps and text and not caches.is_whole:
         # The pair at the seam couples the features of the last token with the token to come,
         # and the features that were held belong to a token that has been trimmed away.
         target = caches.target

@@ -113,7 +113,7 @@ def test_every_kind_of_cache_comes_back_as_it_was(tmp_path):
     writer.save_all()
     got, _ = store(tmp_path).fetch([*range(21)])
     assert [type(cache) for cache in got] == [type(cache) for cache in made]
-    assert (got.num_target, got.is_whole, got.num_tokens) == (5, False, 20)
+    assert (got.num_target, got.is_whole) == (5, False)
     for one, other in zip(got, made, strict=True):
         ours, theirs = (dict(tree_flatten(cache.state)) for cache in (one, other))
         assert ours.keys() == theirs.keys()
