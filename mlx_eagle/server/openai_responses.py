@@ -292,10 +292,6 @@ class TextPart:
     part_event: str
     text_event: str
 
-    @property
-    def index(self) -> str:
-        return f"{self.field}_index"
-
 
 EMPTY = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
 TEXT = TextPart(
@@ -329,8 +325,7 @@ class _Events:
         }  # fmt: skip
         self._number = 0
         self._spec: TextPart | None = None  # of the part that is open
-        self._texts: list[str] = []  # of that part
-        self._logprobs: list[Document] = []
+        self._part: Document = {}
 
     def of(self, session: ClientSession) -> Iterator[str]:
         """Yield all events of an answer; the whole response is stored before the last."""
@@ -375,8 +370,9 @@ class _Events:
         return event_text(data, name)
 
     def _of_item(self, name: str, **fields: Any) -> str:
-        """Return an event of the last item."""
+        """Return an event of the last item, and of the part that is open in it."""
         place = {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1}
+        place |= {} if self._spec is None else {f"{self._spec.field}_index": 0}
         return self._event(name, **place, **fields)
 
     def _item_event(self, name: str) -> str:
@@ -397,28 +393,25 @@ class _Events:
             item = {"type": spec.item, "content": []} | lists
             yield self._open(item, "msg" if spec is TEXT else "rs")
             self._spec = spec
-            self._texts = []
-            self._logprobs = []
-            yield self._of_item(f"{spec.part_event}.added", **{spec.index: 0}, part=spec.empty)
-        self._texts.append(text)
-        self._logprobs += logprobs
+            self._part = deepcopy(spec.empty)
+            yield self._of_item(f"{spec.part_event}.added", part=self._part)
+            self._output[-1][spec.field] = [self._part]
+        self._part["text"] += text
         more = {"logprobs": logprobs} if spec is TEXT else {}
-        yield self._of_item(f"{spec.text_event}.delta", **{spec.index: 0}, delta=text, **more)
+        self._part.get("logprobs", []).extend(logprobs)
+        yield self._of_item(f"{spec.text_event}.delta", delta=text, **more)
 
     def _close(self, status: str = "completed") -> Iterator[str]:
         """End the item that is open."""
         spec = self._spec
-        item = self._output[-1] if self._output else {}
+        part = self._part
         if spec is None:
             return
+        self._output[-1]["status"] = status
+        more = {"logprobs": part["logprobs"]} if spec is TEXT else {}
+        yield self._of_item(f"{spec.text_event}.done", text=part["text"], **more)
+        yield self._of_item(f"{spec.part_event}.done", part=part)
         self._spec = None
-        text = "".join(self._texts)
-        more = {"logprobs": self._logprobs} if spec is TEXT else {}
-        part = spec.empty | {"text": text} | more
-        item[spec.field] = [part]
-        item["status"] = status
-        yield self._of_item(f"{spec.text_event}.done", **{spec.index: 0}, text=text, **more)
-        yield self._of_item(f"{spec.part_event}.done", **{spec.index: 0}, part=part)
         yield self._item_event("done")
 
     def _add_call(self, call: Document) -> Iterator[str]:
