@@ -53,7 +53,7 @@ def serve(server: PairServer, generator: PairGenerator, signals: StopSignals) ->
         print(f"Waiting for {requests} to finish; press Ctrl-C again to stop now.", flush=True)
     while server.answering:
         if signals.wait(POLL):
-            generator.hurry()
+            generator.is_hurried.set()
             return
     if num_ranks() > 1 and not generator.generation_available():
         raise ValueError(LOST)

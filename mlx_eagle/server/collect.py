@@ -11,6 +11,7 @@ import stat
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -76,24 +77,20 @@ class Collector:
 
     def _append(self, line: bytes) -> None:
         """Append the line whole or not at all, also if somebody moves the file meanwhile."""
-        file = self._open()
-        try:
-            size = os.fstat(file).st_size
-            if size and size + len(line) > self.max_bytes:
-                os.replace(self.path, f"{self.path}.1")
-                os.close(file)
-                file = self._open()
-                size = 0
-            while line:
+        with self._open() as file:
+            size = os.fstat(file.fileno()).st_size
+            is_full = size > 0 and size + len(line) > self.max_bytes
+            while line and not is_full:
                 try:
-                    line = line[os.write(file, line) :]
+                    line = line[file.write(line) :]
                 except OSError:
-                    os.ftruncate(file, size)
+                    file.truncate(size)
                     raise
-        finally:
-            os.close(file)
+        if is_full:
+            os.replace(self.path, f"{self.path}.1")
+            self._append(line)
 
-    def _open(self) -> int:
+    def _open(self) -> FileIO:
         if self.path.is_symlink() or (self.path.exists() and not self.path.is_file()):
             raise OSError(errno.EINVAL, "it is no regular file")  # to open some has effects
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -103,7 +100,7 @@ class Collector:
             os.close(file)
             raise OSError(errno.EINVAL, "it is another user's, or has another name")
         os.fchmod(file, 0o600)  # also a file that was there
-        return file
+        return FileIO(file, "a")
 
 
 def _digest(row: Mapping[str, Any]) -> str:

@@ -254,19 +254,15 @@ class PairGenerator(ResponseGenerator):
         self.metrics = Metrics(prompt_cache.counts, provider.answers)
         self._open: set[AnswerStream] = set()
         self.large_prompts = Lock()
-        self._is_hurried = Event()
+        self.is_hurried = Event()  # caches are no longer written to files at the end
         super().__init__(provider, prompt_cache)
-
-    def hurry(self) -> None:
-        """Skip writing caches to files at the end."""
-        self._is_hurried.set()
 
     def stop(self, wait: Callable[[float], bool]) -> None:
         """End the generating thread; ``wait`` waits for a signal and tells whether to hurry."""
         self._stop = True
         while self.generation_available():
             if wait(IDLE):
-                self.hurry()
+                self.is_hurried.set()
         self.stop_and_join()
 
     def check_loaded(self) -> None:
@@ -331,7 +327,7 @@ class PairGenerator(ResponseGenerator):
                     raise
                 self._generation_failed = True
             schedule.close()
-            self.prompt_cache.save_all(self._is_hurried.is_set)
+            self.prompt_cache.save_all(self.is_hurried.is_set)
             del schedule
         # What was made in this thread has to go in it.
         provider.reset()
