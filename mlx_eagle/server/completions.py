@@ -201,15 +201,22 @@ def tokenize(reply: Reply, body: Document) -> None:
     """Send the tokens of a ``content``, a ``prompt`` or ``messages``. Raises RequestError."""
     provider = reply.provider
     tokenizer = provider.tokenizer
-    if "messages" in body:
-        options = provider.cli_args.chat_template_args | body.get("chat_template_kwargs", {})
-        with as_request_errors():
-            text = render(chat_request(body), tokenizer, options)
-        tokens = tokenizer.encode(text, add_special_tokens=False)
-    else:
-        (name,) = [name for name in ("content", "prompt") if name in body]
+    given = [name for name in ("content", "prompt", "messages") if name in body]
+    with as_request_errors():
+        if len(given) != 1:
+            raise ValueError("give one of content, prompt and messages to be tokenized.")
+        (name,) = given
+        options = check_type("chat_template_kwargs", body.get("chat_template_kwargs", {}), dict)
+        check_type("tools", body.get("tools", []), list)
         has_special = body.get("add_special", body.get("add_special_tokens", name == "prompt"))
-        tokens = tokenizer.encode(body[name], add_special_tokens=has_special)
+        if name == "messages":
+            check_messages(body["messages"])
+            options = provider.cli_args.chat_template_args | options
+            text = render(chat_request(body), tokenizer, options)
+            has_special = False
+        else:
+            text = check_type(name, body[name], str)
+    tokens = tokenizer.encode(text, add_special_tokens=has_special)
     document: Document = {"tokens": tokens, "count": len(tokens)}
     if body.get("with_pieces"):
         document["tokens"] = [{"id": token, "piece": _piece(provider, token)} for token in tokens]
@@ -229,31 +236,12 @@ def _piece(provider: PairProvider, token: int) -> str | list[int]:
 
 def detokenize(reply: Reply, body: Document) -> None:
     """Send the text of ``tokens``. Raises RequestError."""
+    tokens = body.get("tokens")
     size = reply.provider.vocab_size
-    outside = [token for token in body["tokens"] if not 0 <= token < size]
+    if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
+        raise RequestError("tokens is something else than a list of token ids.")
+    outside = [token for token in tokens if not 0 <= token < size]
     if outside:
         raise RequestError(f"there is no token {outside[0]}: this model has {size}.")
-    text = reply.provider.tokenizer.decode(body["tokens"])
+    text = reply.provider.tokenizer.decode(tokens)
     reply.send_json({"content": text, "prompt": text})
-
-
-def check_tokenize(body: Document) -> Document:
-    """Check a request to tokenize and return it. Raises ValueError."""
-    given = [name for name in ("content", "prompt", "messages") if name in body]
-    if len(given) != 1:
-        raise ValueError("give one of content, prompt and messages to be tokenized.")
-    if given[0] == "messages":
-        check_messages(body["messages"])
-    else:
-        check_type(given[0], body[given[0]], str)
-    check_type("chat_template_kwargs", body.get("chat_template_kwargs", {}), dict)
-    check_type("tools", body.get("tools", []), list)
-    return body
-
-
-def check_detokenize(body: Document) -> Document:
-    """Check a request to detokenize and return it. Raises ValueError."""
-    tokens = body.get("tokens")
-    if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
-        raise ValueError("tokens is something else than a list of token ids.")
-    return body

@@ -62,12 +62,6 @@ def check_generate(body: Document) -> Document:
     return {"asked": body, "chat": chat, "is_chat": False}
 
 
-def check_show(body: Document) -> Document:
-    """Check a request for the properties of a model. Raises ValueError."""
-    check_type("model", body.get("model", body.get("name", "")), str)
-    return body
-
-
 def _translated(body: Document) -> Document:
     """Translate all fields but those that hold the prompt."""
     chat: Document = {name: body[name] for name in SAME if name in body}
@@ -208,7 +202,9 @@ def tags(provider: PairProvider) -> Document:
 def show(reply: Reply, body: Document) -> None:
     """Send the properties of the model. Raises RequestError where it is not served."""
     provider = reply.provider
-    model_name(reply, {"model": body.get("model") or body.get("name") or provider.name})
+    with as_request_errors():
+        asked = check_type("model", body.get("model") or body.get("name") or provider.name, str)
+    model_name(reply, {"model": asked})
     family = _family(provider)
     info = {"general.architecture": family, "general.basename": provider.name}
     info["general.parameter_count"] = get_total_parameters(provider.model)

@@ -29,9 +29,9 @@ ROUTES = {
     "/api/generate": Route(
         "ollama", ollama.check_generate, ollama.answer, True, ollama.error_document
     ),
-    "/api/show": Route("ollama", ollama.check_show, ollama.show, False, ollama.error_document),
-    "/tokenize": Route("tokens", openai.check_tokenize, openai.tokenize, generates=False),
-    "/detokenize": Route("tokens", openai.check_detokenize, openai.detokenize, generates=False),
+    "/api/show": Route("ollama", dict, ollama.show, False, ollama.error_document),
+    "/tokenize": Route("tokens", dict, openai.tokenize, generates=False),
+    "/detokenize": Route("tokens", dict, openai.detokenize, generates=False),
 }
 DOCUMENTS = {
     "/props": properties,
