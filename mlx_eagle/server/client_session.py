@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from mlx_lm.generate import make_text_state_machine
@@ -102,12 +102,15 @@ class ClientSession:
         if self.args.reports_drafts:
             self._report = DraftReport()
 
-    def pieces(self, progress: Callable[[int, int], None], is_stream: bool) -> Iterator[Piece]:
+    def pieces(
+        self, progress: Callable[[int, int], None], is_stream: bool, is_whole: bool = False
+    ) -> Iterator[Piece]:
         """Yield the pieces of the answer as soon as mlx-lm's text machine gives them.
 
         White space beside calls is dropped: clients would take it for text in front of them.
         ``progress`` is called with the number of prompt tokens read, and of all.
-        ``is_stream``: calls have an ``index``. Raises RequestError.
+        ``is_stream``: calls have an ``index``. ``is_whole``: there is one piece. Raises
+        RequestError.
         """
         if not self.read_since:
             self.open()
@@ -145,7 +148,8 @@ class ClientSession:
                     shown += margin
                     margin = []
                 previous = state
-            if previous != "tool" and not margin and (shown or piece.calls):
+            is_settled = previous != "tool" and not margin and not is_whole
+            if is_settled and (shown or piece.calls):
                 yield self._complete(piece, shown, reader)
                 shown = []
                 piece = Piece()
@@ -171,18 +175,8 @@ class ClientSession:
 
     def whole(self) -> Piece:
         """Wait for the whole answer and return it in one piece."""
-        pieces = list(self.pieces(silent, is_stream=False))
-        whole = replace(
-            pieces[-1],
-            text="".join(piece.text for piece in pieces),
-            reasoning="".join(piece.reasoning for piece in pieces),
-            calls=[call for piece in pieces for call in piece.calls],
-            responses=[response for piece in pieces for response in piece.responses],
-        )
-        if whole.draft is not None:
-            for name in ("tokens", "drafting_events"):
-                whole.draft[name] = [each for p in pieces for each in (p.draft or {})[name]]
-        return whole
+        (piece,) = self.pieces(silent, is_stream=False, is_whole=True)
+        return piece
 
     def collect(self, collector: Collector) -> None:
         """Give the chat and its answer to ``collector``, unless the answer was cut off.
