@@ -59,13 +59,6 @@ def serve(server: PairServer, generator: PairGenerator, signals: StopSignals) ->
         raise ValueError(LOST)
 
 
-def follow(generator: PairGenerator) -> None:
-    """Compute along with rank 0 until it stops; raise what made this rank fail."""
-    generator.join()
-    if generator.model_provider.error is not None:
-        raise generator.model_provider.error
-
-
 def announce(server: PairServer, generator: PairGenerator) -> None:
     """Print the address, who can reach it, and the commands for coding agents."""
     host, port = server.server_address[:2]
@@ -118,7 +111,10 @@ def run(args: argparse.Namespace) -> None:
     logging.basicConfig(level=args.log_level, format="%(asctime)s - %(levelname)s - %(message)s")
     maybe_set_recommended_wired_limit()
     if not is_first():
-        follow(PairGenerator(PairProvider(args), cache))
+        generator = PairGenerator(PairProvider(args), cache)
+        generator.join()  # which computes along with rank 0 until it stops
+        if generator.model_provider.error is not None:
+            raise generator.model_provider.error
         return
     with StopSignals() as signals:
         generator = PairGenerator(PairProvider(args), cache)

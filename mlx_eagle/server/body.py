@@ -184,7 +184,10 @@ def check_body(body: dict[str, Any], needed: str) -> dict[str, Any]:
         check_type("a tool's function", function, dict)
         if not isinstance(function.get("name"), str):
             raise ValueError("a tool has no name: give its function one.")
-    _check_logprobs(body, needed)
+    if needed == "prompt" and type(body.get("logprobs")) is int:  # a number of alternatives
+        Bounds(0, MAX_TOP, is_whole=True).check("logprobs", body["logprobs"])
+    else:
+        check_type("logprobs", body.get("logprobs", False), bool)
     _check_promises(body)
     _check_stop(body.get("stop", []))
     if needed not in body:
@@ -302,14 +305,6 @@ def _check_drafts(body: dict[str, Any]) -> None:
         raise ValueError(f"acceptance is {_shown(rule)}: give one of {', '.join(RULES)}.")
 
 
-def _check_logprobs(body: dict[str, Any], needed: str) -> None:
-    """Check ``logprobs``: a boolean, or for completions also the number of alternatives."""
-    if needed == "prompt" and type(body.get("logprobs")) is int:
-        Bounds(0, MAX_TOP, is_whole=True).check("logprobs", body["logprobs"])
-    else:
-        check_type("logprobs", body.get("logprobs", False), bool)
-
-
 def _check_promises(body: dict[str, Any]) -> None:
     """Refuse fields that would be ignored; ``tool_choice`` "none" removes the tools."""
     TOKENS.check("n", body.get("n", 1))
@@ -341,20 +336,16 @@ def check_messages(messages: Any) -> None:
             raise ValueError("a message is something else than an object with a role.")
         content = message.get("content") or ""
         for part in content if isinstance(content, list) else []:
-            _check_part(part)
+            if not isinstance(part, dict) or part.get("type") != "text":
+                raise ValueError(
+                    "a message has a part that is not text, but images cannot be combined with a "
+                    "draft model: use mlx_lm.server for them."
+                )
+            check_type("the text of a message's part", part.get("text"), str)
         if not isinstance(content, (str, list)):
             raise ValueError(f"a message's content is {type_of(content)}: give a string.")
         for call in check_type("tool_calls", message.get("tool_calls") or [], list):
             _check_call(check_type("a tool call", call, dict).get("function") or {})
-
-
-def _check_part(part: Any) -> None:
-    if not isinstance(part, dict) or part.get("type") != "text":
-        raise ValueError(
-            "a message has a part that is not text, but images cannot be combined with a draft "
-            "model: use mlx_lm.server for them."
-        )
-    check_type("the text of a message's part", part.get("text"), str)
 
 
 def _check_call(function: Any) -> None:

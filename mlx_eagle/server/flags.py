@@ -204,7 +204,16 @@ def check_arguments(args: argparse.Namespace) -> None:
     NUMBERS["max_tokens"].check("--max-tokens", args.max_tokens)
     check_pipeline(args)
     if num_ranks() > 1:
-        check_shared(args)
+        if args.prompt_cache_dir is not None:
+            raise ValueError(
+                "--prompt-cache-dir keeps the caches of a whole target, but each rank has those "
+                "of a part: leave it out, or start without mlx.launch."
+            )
+        if args.pipeline and args.prompt_cache_bytes is not None:
+            raise ValueError(
+                "--prompt-cache-bytes would let each rank of a pipeline, whose caches have other "
+                "sizes, drop other ones: give --prompt-cache-size."
+            )
     if not isinstance(args.chat_template_args, dict):
         raise ValueError("--chat-template-args is something else than a JSON object.")
     target_flags = (args.adapter_path, args.chat_template, args.use_default_chat_template)
@@ -212,18 +221,4 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise ValueError(
             "--adapter-path and the flags about chat templates need --model: the demo pair is "
             "served as it is."
-        )
-
-
-def check_shared(args: argparse.Namespace) -> None:
-    """Raise ValueError for flags that several ranks with one target cannot follow alike."""
-    if args.prompt_cache_dir is not None:
-        raise ValueError(
-            "--prompt-cache-dir keeps the caches of a whole target, but each rank has those of a "
-            "part: leave it out, or start without mlx.launch."
-        )
-    if args.pipeline and args.prompt_cache_bytes is not None:
-        raise ValueError(
-            "--prompt-cache-bytes would let each rank of a pipeline, whose caches have other "
-            "sizes, drop other ones: give --prompt-cache-size."
         )

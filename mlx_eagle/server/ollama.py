@@ -6,7 +6,7 @@ Answers are lines of JSON, one for each piece. No HTTP in here.
 import hashlib
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -125,19 +125,16 @@ def answer(reply: Reply, body: Document) -> None:
         )
         return
     reply.begin_events(LINES, lambda error: _line(error_document(error)))
-    for document in _documents(reply, session, is_chat):
-        reply.write(_line(base | {"created_at": _now()} | document))
+    for piece in session.pieces(silent, is_stream=False):
+        if piece.text or piece.reasoning or piece.calls or piece.responses:
+            line = _shown(reply, session, piece, is_chat) | {"done": False}
+            reply.write(_line(base | {"created_at": _now()} | line))
+    line = _shown(reply, session, Piece(), is_chat) | _end(reply, session, piece)
+    reply.write(_line(base | {"created_at": _now()} | line))
 
 
 def _line(document: Document) -> str:
     return json.dumps(document) + "\n"
-
-
-def _documents(reply: Reply, session: ClientSession, is_chat: bool) -> Iterator[Document]:
-    for piece in session.pieces(silent, is_stream=False):
-        if piece.text or piece.reasoning or piece.calls or piece.responses:
-            yield _shown(reply, session, piece, is_chat) | {"done": False}
-    yield _shown(reply, session, Piece(), is_chat) | _end(reply, session, piece)
 
 
 def _shown(reply: Reply, session: ClientSession, piece: Piece, is_chat: bool) -> Document:

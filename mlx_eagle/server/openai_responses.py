@@ -126,22 +126,18 @@ def _messages(items: Sequence[Document]) -> list[Document]:
             result = _text(item.get("output"), "a function_call_output")
             messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": result})
         elif item_type == "message":
-            _add_message(messages, item)
+            role = item.get("role")
+            if role not in ("user", "assistant", "system", "developer"):
+                raise ValueError("a message has no role: give user, assistant, system, developer.")
+            text = _text(item.get("content"), "a message's content")
+            if role == "assistant":
+                _answer_for(messages, ("content", "tool_calls"))["content"] = text
+            else:
+                role = "system" if role == "developer" else role
+                messages.append({"role": role, "content": text})
         else:
             raise ValueError(f"input has an item of type {shortened(item_type)!r}: leave it out.")
     return messages
-
-
-def _add_message(messages: list[Document], item: Document) -> None:
-    role = item.get("role")
-    if role not in ("user", "assistant", "system", "developer"):
-        raise ValueError("a message has no role: give user, assistant, system or developer.")
-    text = _text(item.get("content"), "a message's content")
-    if role == "assistant":
-        _answer_for(messages, ("content", "tool_calls"))["content"] = text
-    else:
-        role = "system" if role == "developer" else role
-        messages.append({"role": role, "content": text})
 
 
 def _answer_for(messages: list[Document], behind: Sequence[str]) -> Document:
