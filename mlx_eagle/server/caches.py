@@ -40,8 +40,6 @@ NUM_KEPT = {"system": 1, "user": 2, "assistant": 1}
 A turn continues the last answer, or the last question where thoughts are left out; an edited
 one continues the question before.
 """
-
-
 SETTLED = 1.0  # seconds: an agent asks again sooner
 
 

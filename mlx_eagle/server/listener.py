@@ -27,8 +27,6 @@ DRAIN_SECONDS = 2.0
 DRAIN_BYTES = 2**26
 BEGINNING = b"HTTP/1.1 "
 """First bytes of every answer, whatever its status: they can be sent ahead."""
-
-
 BODY_BYTES = 16_000_000
 CONNECTIONS = 128
 REQUEST_SECONDS = 60.0
@@ -211,7 +209,7 @@ class PairServer(ThreadingHTTPServer):
             self.note_idle(request)  # not in its thread: threads begin in any order
             super().process_request(request, client_address)
             return
-        self.metrics.count_refused_connection()
+        self.metrics.refused_connections += 1
         if self._reserve.acquire(blocking=False):
             Thread(target=self._answer_in_brief, args=(request,), daemon=True).start()
         else:

@@ -92,7 +92,7 @@ class Metrics:
         self._by_outcome = {name: dict.fromkeys(RequestOutcome, 0) for name in BY_OUTCOME}
         self._first_tokens = [0] * (len(FIRST_TOKEN_BOUNDS) + 1)  # by the bound it lies under
         self._first_token_seconds = 0.0
-        self._refused_connections = 0
+        self.refused_connections = 0  # as the thread that accepts them counts
         self._drafts = Stats()
 
     def count_request(self, outcome: RequestOutcome, *num_tokens: int) -> None:
@@ -106,11 +106,6 @@ class Metrics:
         with self._lock:
             self._first_tokens[sum(seconds > bound for bound in FIRST_TOKEN_BOUNDS)] += 1
             self._first_token_seconds += seconds
-
-    def count_refused_connection(self) -> None:
-        """Count a connection beyond the limit."""
-        with self._lock:
-            self._refused_connections += 1
 
     def count_drafts(self, stats: Stats) -> None:
         """Count the drafts of an answer that has ended."""
@@ -139,7 +134,7 @@ class Metrics:
         return {
             "build_info": _by("version", {__version__: 1}),
             **{name: _by("outcome", found) for name, found in self._by_outcome.items()},
-            "refused_connections_total": self._refused_connections,
+            "refused_connections_total": self.refused_connections,
             "prompt_cache_hits_total": _by("place", caches.hits),
             "prompt_cache_misses_total": caches.misses,
             "prompt_cache_snapshots": _by("place", caches.snapshots),

@@ -30,7 +30,6 @@ OfferedTool = tuple[str, str, bool]
 """Name, schema of the arguments in JSON, and whether it is strict."""
 Reader = Callable[[str], Any]
 """Parses a text in some place of a call."""
-
 SAMPLES: dict[str, tuple[Any, ...]] = {
     "string": ("a b", "7", 'é\n"\\', "{b"),
     "integer": (7, -12),
@@ -41,7 +40,6 @@ SAMPLES: dict[str, tuple[Any, ...]] = {
     "object": ({}, {"a": {"b": [False]}}),
 }
 """Sample values of each type, to test whether a parser reads them as JSON."""
-
 BARE_WORDS: tuple[tuple[tuple[str, ...], str], ...] = (
     ((" a", "\ta"), r"\s(?s:.*)"),
     (("a ", "a\n"), r"(?s:.*)\s"),
@@ -61,13 +59,11 @@ BARE_WORDS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("a\0b",), r"(?s:.*)\x00(?s:.*)"),
 )
 """Texts that a parser may take for something else, with a pattern for all of their kind."""
-
 UNHELD = frozenset({"not", "if", "dependentRequired", "dependentSchemas", "minProperties",
                     "maxProperties", "patternProperties", "prefixItems", "contains",
                     "uniqueItems"})  # fmt: skip
 """Keywords that our grammars cannot enforce for a value that is not written as JSON."""
 OF_CHOICES = frozenset({"anyOf", "oneOf", "allOf"})
-
 MOST_BRANCHES = 1000  # of all choices in the arrays and objects of a request's tools
 DEFINITIONS = ("$defs", "definitions")
 

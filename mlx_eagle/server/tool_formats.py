@@ -19,7 +19,6 @@ PARSERS_FAIL = (
     TypeError,
 )
 """Errors besides ValueError that mlx-lm's parsers raise for texts that are no calls."""
-
 ToolParser = Callable[[str, Any], Any]
 """Turns the text of a call, and the tools, into calls: one dict, or several in a list."""
 
@@ -58,7 +57,6 @@ JSON_CALL = '{"name": "NAME", "arguments": ARGUMENTS}'
 GLM = "<arg_key>KEY</arg_key>", "<arg_value>VALUE</arg_value>"
 LONGCAT = "<longcat_arg_key>KEY</longcat_arg_key>", "<longcat_arg_value>VALUE</longcat_arg_value>"
 BARE = ("TEXT",)
-
 FORMATS: dict[str, tuple[CallFormat, ...]] = {
     "function_gemma": (
         CallFormat("call:NAME{ARGUMENTS}", "KEY:VALUE", ",", ("<escape>TEXT<escape>",)),
@@ -135,11 +133,9 @@ FORMATS: dict[str, tuple[CallFormat, ...]] = {
     ),
 }
 FORMATS["laguna"] = FORMATS["glm47"]
-
 JSON_TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array",
          dict: "object"}  # fmt: skip
 ALL = frozenset({*JSON_TYPES.values(), "null"})
-
 MOST_REFERENCES = 20  # one behind the other, until a type is known
 
 
