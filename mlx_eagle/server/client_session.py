@@ -80,13 +80,11 @@ class ClientSession:
         ``leader``: a session that was submitted with the same prompt, which is read once.
         """
         if leader is None:
-            generator = self.generator
             is_large = self._num_bytes > LARGE
-            with generator.large_prompts if is_large else nullcontext(), as_request_errors():
-                provider = generator.model_provider
-                self._tokenized = read_prompt(
-                    self.request, self.args, provider, self._num_bytes, self._check
-                )
+            with self.generator.large_prompts if is_large else nullcontext(), as_request_errors():
+                self._check()
+                provider = self.generator.model_provider
+                self._tokenized = read_prompt(self.request, self.args, provider, self._num_bytes)
         else:
             self._tokenized = leader._tokenized
             self.args.chat_template_kwargs = leader.args.chat_template_kwargs

@@ -22,9 +22,8 @@ from .answer_stream import RequestError
 from .body import PairArguments
 from .provider import PairProvider
 
-PIECE = 2**15  # characters that are tokenized at once when a long text is measured
-SEAM = 64  # tokens, far more than a cut between two pieces can add
-LONG = 8  # characters per token of the context: beyond it a text is measured before it is used
+SEAM = 64  # tokens, far more than a cut can add to the beginning of a text
+LONG = 8  # characters per token of the context: so much of a longer text is tokenized first
 TEMPLATE_ERRORS = (
     TemplateError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError,
 )  # fmt: skip
@@ -94,16 +93,12 @@ def render(
 
 
 def read_prompt(
-    request: CompletionRequest,
-    args: PairArguments,
-    provider: PairProvider,
-    num_bytes: int,
-    check: Callable[[], None],
+    request: CompletionRequest, args: PairArguments, provider: PairProvider, num_bytes: int
 ) -> Tokenized:
     """Tokenize a request whose body has ``num_bytes`` bytes.
 
-    A prompt that is far too long is refused before all of it is tokenized. ``check`` is called
-    meanwhile and may raise. Raises ValueError and TEMPLATE_ERRORS.
+    A prompt that is far too long is refused before all of it is tokenized. Raises ValueError and
+    TEMPLATE_ERRORS.
     """
     tokenizer = provider.tokenizer
     if isinstance(request.prompt, list):
@@ -112,7 +107,7 @@ def read_prompt(
     if provider.context is not None and num_bytes > LONG * provider.context:
         options = provider.cli_args.chat_template_args | (args.chat_template_kwargs or {})
         text = render(request, tokenizer, options)
-        check_text_length(text, tokenizer.encode, provider.context, check)
+        check_text_length(text, tokenizer.encode, provider.context)
     tokens = encoded(request, args, provider)
     check_prompt(tokens, args, provider)
     options = args.chat_template_kwargs or {}
@@ -154,19 +149,11 @@ def with_one_system(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{"role": "system", "content": text}, *found] if text else found
 
 
-def check_text_length(
-    text: str, encode: Callable[[str], list[int]], limit: int, check: Callable[[], None]
-) -> None:
-    """Raise ValueError for a text of at least ``limit`` tokens, tokenizing no more than needed.
-
-    ``check`` is called between pieces and may raise.
-    """
-    num_tokens = 0
-    for start in range(0, len(text), PIECE):
-        check()
-        num_tokens += max(0, len(encode(text[start : start + PIECE])) - SEAM)
-        if num_tokens >= limit:
-            raise PromptTooLong(f"more than {num_tokens}", limit)
+def check_text_length(text: str, encode: Callable[[str], list[int]], limit: int) -> None:
+    """Raise ValueError for a text whose beginning alone has ``limit`` tokens."""
+    num_tokens = len(encode(text[: LONG * limit])) - SEAM
+    if num_tokens >= limit:
+        raise PromptTooLong(f"more than {num_tokens}", limit)
 
 
 def check_prompt(prompt: list[int], args: PairArguments, provider: PairProvider) -> None:
