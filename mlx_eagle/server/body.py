@@ -167,9 +167,8 @@ def check_body(body: dict[str, Any], needed: str) -> dict[str, Any]:
     for json_type, names in TYPES.items():
         for name in names:
             check_type(name, body.get(name, json_type()), json_type)
-    for name in body.get("chat_template_kwargs", {}):
-        if name in TEMPLATE_OPTIONS:
-            raise ValueError(f"chat_template_kwargs names {name!r}: leave it out.")
+    for name in TEMPLATE_OPTIONS & body.get("chat_template_kwargs", {}).keys():
+        raise ValueError(f"chat_template_kwargs names {name!r}: leave it out.")
     for token, bias in body.get("logit_bias", {}).items():
         if not (token.isascii() and token.isdecimal() and len(token) <= MAX_TOKEN_DIGITS):
             raise ValueError(f"logit_bias has the key {_shown(token)}: give token ids.")

@@ -18,7 +18,7 @@ from .engine import PairGenerator
 from .prompt import Tokenized, as_request_errors, read_prompt
 from .tool_formats import checked, readable
 
-LARGE = 2**16  # bytes of a body; larger prompts are tokenized one after the other
+LARGE = 2**16  # bytes of a body; larger ones are read and tokenized one after the other
 
 
 @dataclass

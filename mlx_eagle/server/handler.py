@@ -23,14 +23,13 @@ from mlx_lm.server import CompletionRequest
 
 from .answer_stream import Document, RequestError, draft_usage, error_document, on_error, told_as
 from .body import PairArguments, read_body, shortened
-from .client_session import ClientSession
+from .client_session import LARGE, ClientSession
 from .listener import PairServer, Presence, RequestReader, drain
 from .metrics import CONTENT_TYPE, RequestOutcome
 from .provider import PairProvider, models
 from .request_fields import ignored_fields
 from .request_framing import HeadLines, check_head, has_body, read_body_of
 
-LARGE = 2**16  # bytes of a body; larger ones are read into fields one after the other
 PAGE_FILES = Path(__file__).parent / "web"
 SCRIPTS = ("code.js", "markdown.js", "answer.js", "stream.js", "strip.js", "settings.js",
            "conversations.js", "undo.js", "chat.js", "race.js", "main.js")  # fmt: skip

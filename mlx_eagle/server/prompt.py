@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from typing import Any
 
 from jinja2 import TemplateError
@@ -201,15 +200,14 @@ def without_oldest(
     num_first = int(messages[0]["role"] == "system")
     turns = [i for i, message in enumerate(messages) if message["role"] == "user"]
     starts = [num_first, *(i for i in turns if i > num_first)]
-    # A text that is far too long is not tokenized.
-    sizes = list(accumulate(len(str(message)) for message in reversed(messages)))
-    starts = [i for i in starts if sizes[len(messages) - i - 1] <= LONG * limit] or starts[-1:]
 
     def since(start: int) -> CompletionRequest:
         kept = [*messages[:num_first], *messages[start:]]
         return replace(request, messages=deepcopy(kept))  # templates change them
 
     def fits(start: int) -> bool:
+        if len(str(messages[start:])) > LONG * limit:  # far too long
+            return False
         num_tokens = len(encoded(since(start), args, provider))
         return num_tokens + min(args.max_tokens, limit // 2) <= limit
 
