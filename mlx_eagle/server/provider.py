@@ -9,7 +9,6 @@ import mlx_lm
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.server import ModelProvider
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, SPMStreamingDetokenizer, _byte_decoder
-from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
 from .. import __version__
 from ..decoding.setup import AUTO, check_tree_drafter, read_tree
@@ -17,10 +16,8 @@ from ..demo.pair import load_demo
 from ..draft_models import open_beside, split_name
 from ..drafters.earlier_answers import EarlierAnswers
 from ..drafters.target_parts import find_embedding
-from ..system.device import set_precision
 from ..system.exit_codes import USER_ERRORS
-from ..system.hub import locate
-from ..system.loading import check_target, context_size, load
+from ..system.loading import context_size, load
 from ..target_model.probe import check_trees
 from ..target_model.sharding import in_any_process
 from .answer_stream import Document, RequestError
@@ -97,11 +94,10 @@ class PairProvider(ModelProvider):
     ) -> None:
         args = self.cli_args
         drafter = None
+        self.reset()
         if model_path is None:
-            self.reset()
             self.model, self.tokenizer, drafter = load_demo(dtype=args.dtype)
-        elif self.is_distributed:
-            self.reset()
+        else:
             self.model, self.tokenizer = load(
                 model_path,
                 self._tokenizer_config,
@@ -112,10 +108,6 @@ class PairProvider(ModelProvider):
             )
             if args.use_default_chat_template and self.tokenizer.chat_template is None:
                 self.tokenizer.chat_template = self.tokenizer.default_chat_template
-        else:
-            check_target(locate(model_path, DEFAULT_ALLOW_PATTERNS))
-            super()._load(model_path, adapter_path)
-            self.model = set_precision(self.model, args.dtype)
         name, self.draft_model = open_beside(
             drafter,
             draft_model_path,
