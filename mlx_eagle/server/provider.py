@@ -80,43 +80,37 @@ class PairProvider(ModelProvider):
     def load_default(self) -> None:
         """Open the pair; a mistake of the user goes to ``error``."""
         try:
-            self.load(DEFAULT, None, DEFAULT)
+            self._open()
         except USER_ERRORS as err:
             self.error = err
         finally:
             self.loaded.set()
 
-    def _load(
-        self,
-        model_path: str | None,
-        adapter_path: str | None = None,
-        draft_model_path: str | None = None,
-    ) -> None:
+    def _open(self) -> None:
         args = self.cli_args
         drafter = None
-        self.reset()
-        if model_path is None:
+        if args.model is None:
             self.model, self.tokenizer, drafter = load_demo(dtype=args.dtype)
         else:
             self.model, self.tokenizer = load(
-                model_path,
+                args.model,
                 self._tokenizer_config,
                 dtype=args.dtype,
                 pipeline=args.pipeline,
-                adapter_path=adapter_path,
+                adapter_path=args.adapter_path,
                 trust_remote_code=args.trust_remote_code,
             )
             if args.use_default_chat_template and self.tokenizer.chat_template is None:
                 self.tokenizer.chat_template = self.tokenizer.default_chat_template
         name, self.draft_model = open_beside(
             drafter,
-            draft_model_path,
+            args.draft_model,
             self.model,
             self.tokenizer,
             quantize_bits=args.quantize_draft,
             draft_window=args.draft_window,
             draft_vocab=args.draft_vocab,
-            target=model_path,
+            target=args.model,
         )
         if drafter is not None and name is not None and split_name(name)[0] == AUTO:
             name = name.replace(AUTO, DEMO_HEAD)
@@ -136,7 +130,6 @@ class PairProvider(ModelProvider):
             )
         # Settles what a tokenizer keeps between calls, before several threads use it.
         self.tokenizer.encode("")
-        self.model_key = (model_path, adapter_path, draft_model_path)
 
     def describe(self) -> dict[str, str]:
         """Describe what caches depend on besides the tokens; only an equal pair can use them.
