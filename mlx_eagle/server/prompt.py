@@ -29,14 +29,13 @@ TEMPLATE_ERRORS = (
 """Errors that chat templates raise for messages they were not written for."""
 
 
-class PromptTooLong(ValueError):
-    """A prompt of ``found`` tokens, which leaves no room for an answer in the model's context."""
-
-    def __init__(self, found: str, limit: int):
-        super().__init__(
-            f"the prompt has {found} tokens, but this model takes texts of {limit}, the answer "
-            "included: shorten it."
-        )
+def _too_long(found: str, limit: int) -> RequestError:
+    """Make the error of a prompt of ``found`` tokens, which leaves no room for an answer."""
+    return RequestError(
+        f"the prompt has {found} tokens, but this model takes texts of {limit}, the answer "
+        "included: shorten it.",
+        code="context_length_exceeded",
+    )
 
 
 @contextmanager
@@ -44,8 +43,6 @@ def as_request_errors() -> Iterator[None]:
     """Context manager that raises errors of a prompt as RequestError."""
     try:
         yield
-    except PromptTooLong as err:
-        raise RequestError(str(err), code="context_length_exceeded") from err
     except ValueError as err:
         raise RequestError(str(err)) from err
     except TEMPLATE_ERRORS as err:
@@ -149,14 +146,14 @@ def with_one_system(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def check_text_length(text: str, encode: Callable[[str], list[int]], limit: int) -> None:
-    """Raise ValueError for a text whose beginning alone has ``limit`` tokens."""
+    """Raise RequestError for a text whose beginning alone has ``limit`` tokens."""
     num_tokens = len(encode(text[: LONG * limit])) - SEAM
     if num_tokens >= limit:
-        raise PromptTooLong(f"more than {num_tokens}", limit)
+        raise _too_long(f"more than {num_tokens}", limit)
 
 
 def check_prompt(prompt: list[int], args: PairArguments, provider: PairProvider) -> None:
-    """Check the tokens against the model's sizes and the arguments. Raises ValueError."""
+    """Raise ValueError or RequestError for tokens or arguments beyond the model's sizes."""
     vocab_size = provider.vocab_size
     limit = provider.context
     if not prompt:
@@ -164,7 +161,7 @@ def check_prompt(prompt: list[int], args: PairArguments, provider: PairProvider)
     if max(prompt) >= vocab_size:
         raise ValueError(f"the prompt has token {max(prompt)}, but this model has {vocab_size}.")
     if limit is not None and len(prompt) >= limit:
-        raise PromptTooLong(str(len(prompt)), limit)
+        raise _too_long(str(len(prompt)), limit)
     if args.sampling.top_k >= vocab_size:
         raise ValueError(f"top_k is {args.sampling.top_k}: give less than {vocab_size}.")
     if args.top_logprobs > vocab_size:

@@ -11,6 +11,7 @@ from grids import thorough
 from openai import BadRequestError
 from serving import ENDLESS, ours, theirs
 
+from mlx_eagle.server.answer_stream import RequestError
 from mlx_eagle.server.prompt import check_text_length
 
 TEXT = {"prompt": "Once upon a time", "max_tokens": 30, "logit_bias": ENDLESS}
@@ -197,7 +198,7 @@ def test_texts_are_measured_as_they_are_tokenized(server):
     text = "Many words, and more. " * 4000
     num_tokens = len(provider.tokenizer.encode(text))
     check_text_length(text, provider.tokenizer.encode, num_tokens + 1)
-    with pytest.raises(ValueError, match="shorten it"):
+    with pytest.raises(RequestError, match="shorten it"):
         check_text_length(text, provider.tokenizer.encode, num_tokens // 2)
 
 
