@@ -107,13 +107,11 @@ def _messages(items: Sequence[Document]) -> list[Document]:
     for item in items:
         item_type = item.get("type", "message")
         if item_type == "reasoning":
-            lists = (
-                _objects(item.get(name) or [], f"the {name} of a reasoning item")
+            found = (
+                _text(item.get(name) or [], f"the {name} of a reasoning item")
                 for name in ("summary", "content")
             )
-            parts = [part for parts in lists for part in parts]
-            thoughts = _text(parts, "a reasoning item")
-            if thoughts:
+            if thoughts := "\n\n".join(filter(None, found)):
                 answer = _answer_for(messages, ("content", "tool_calls"))
                 known = answer.get("reasoning_content")
                 answer["reasoning_content"] = f"{known}\n\n{thoughts}" if known else thoughts
