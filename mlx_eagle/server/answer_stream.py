@@ -208,12 +208,10 @@ def told_as(error: Exception) -> RequestError:
 
 
 def _as_request_error(error: Exception, status: int) -> RequestError:
-    """Turn an error into one for the client, with ``status`` unless it has its own."""
-    status = error.status if isinstance(error, RequestError) else status
-    status = 400 if isinstance(error, GrammarError) else status
-    if isinstance(error, (ValueError, RuntimeError, RequestError)) and str(error):
-        return RequestError(str(error), status)
-    return RequestError(f"the request failed: {type(error).__name__}: {error}", status)
+    """Return an error of the generating thread as a client is told it."""
+    if isinstance(error, (ValueError, RuntimeError)) and str(error):
+        return RequestError(str(error), 400 if isinstance(error, GrammarError) else status)
+    return told_as(error)
 
 
 Letter = tuple[int, str, str]
