@@ -2,9 +2,10 @@
 
 import hmac
 import ipaddress
+import re
 import socket
 from argparse import Namespace
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from email.message import Message
 from pathlib import Path
 
@@ -14,23 +15,11 @@ from .body import SHOWN
 LONGEST_KEY = 4096  # characters
 
 
-class ApiKey:
-    """A key that clients send as ``Authorization: Bearer KEY``."""
-
-    def __init__(self, key: str, source: str):
-        """``source`` says where it was given. Raises ValueError if no header can carry the key."""
-        if not 0 < len(key) <= LONGEST_KEY or not all("!" <= char <= "~" for char in key):
-            raise ValueError(
-                f"the API key of {source} is empty, too long, or has characters that no header "
-                f"can carry: give 1 to {LONGEST_KEY} letters, digits and signs, without spaces."
-            )
-        self._key = key.encode()
-
-    def admits(self, header: str | None) -> bool:
-        """Whether an Authorization header has the key; as slow for a near miss as for any."""
-        scheme, _, given = (header or "").strip().partition(" ")
-        found = given.strip().encode("utf-8", "surrogateescape")
-        return hmac.compare_digest(found, self._key) and scheme.lower() == "bearer"
+def admits(key: str, header: str | None) -> bool:
+    """Whether an Authorization header has the key; as slow for a near miss as for any."""
+    scheme, _, given = (header or "").strip().partition(" ")
+    found = given.strip().encode("utf-8", "surrogateescape")
+    return hmac.compare_digest(found, key.encode()) and scheme.lower() == "bearer"
 
 
 @dataclass(frozen=True)
@@ -43,7 +32,7 @@ class Access:
     has ``hosts``, accepts only these and this machine's names; "*" is all.
     """
 
-    key: ApiKey | None = None
+    key: str | None = field(default=None, repr=False)
     origins: frozenset[str] = frozenset()
     hosts: frozenset[str] = frozenset()
     is_local: bool = True
@@ -55,7 +44,7 @@ class Access:
         given = headers["Authorization"]
         if given is None and headers["x-api-key"] is not None:  # clients of the Anthropic API
             given = f"Bearer {headers['x-api-key']}"
-        if not self.key.admits(given):
+        if not admits(self.key, given):
             raise RequestError(
                 "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'.", 401
             )
@@ -118,7 +107,7 @@ def _name_in(host: str) -> str:
     return host.rpartition(":")[0] if ":" in host else host
 
 
-def read_key(args: Namespace) -> ApiKey | None:
+def read_key(args: Namespace) -> str | None:
     """Read the key that the flags give, if any.
 
     Raises ValueError where the flags contradict each other, or where other machines could ask
@@ -127,24 +116,29 @@ def read_key(args: Namespace) -> ApiKey | None:
     given = [args.api_key is not None, args.api_key_file is not None, args.no_api_key]
     if sum(given) > 1:
         raise ValueError("give only one of --api-key, --api-key-file and --no-api-key.")
-    if args.api_key is not None:
-        return ApiKey(args.api_key, "--api-key")
+    key: str | None = args.api_key
+    source = "--api-key"
     if args.api_key_file is not None:
         source = f"--api-key-file {args.api_key_file}"
         try:
             with Path(args.api_key_file).open("rb") as file:
-                return ApiKey(file.read(LONGEST_KEY + 2).decode().strip(), source)
+                key = file.read(LONGEST_KEY + 2).decode().strip()
         except (OSError, UnicodeError) as err:
             reason = err.strerror if isinstance(err, OSError) else "it is not text"
             raise ValueError(
                 f"{source} could not be read ({reason}): name a file that holds the key."
             ) from err
-    if not args.no_api_key and not is_loopback(args.host):
+    if key is not None and (len(key) > LONGEST_KEY or not re.fullmatch("[!-~]+", key)):
+        raise ValueError(
+            f"the API key of {source} is empty, too long, or has characters that no header "
+            f"can carry: give 1 to {LONGEST_KEY} letters, digits and signs, without spaces."
+        )
+    if key is None and not args.no_api_key and not is_loopback(args.host):
         raise ValueError(
             f"other machines can reach --host {args.host}: give --api-key-file FILE, or "
             "--no-api-key to answer whoever asks."
         )
-    return None
+    return key
 
 
 def is_loopback(host: str) -> bool:
