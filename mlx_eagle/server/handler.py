@@ -317,8 +317,7 @@ class PairHandler(Reply):
             routes = self.server.routes
             if self.path not in routes:
                 known = ", ".join(path for path, route in routes.items() if route.generates)
-                path = shortened(self.path)
-                raise RequestError(f"nothing is at {path}: post to {known}.", 404)
+                raise RequestError(f"nothing is at {shortened(self.path)}: post to {known}.", 404)
             raw = self._read()
             self.is_body_unread = False
             self.close_connection = closes
@@ -358,8 +357,7 @@ class PairHandler(Reply):
         """Delete a stored response."""
         self._check_access()
         if not self.path.startswith(RESPONSES):
-            path = shortened(self.path)
-            raise RequestError(f"nothing at {path} can be deleted, only responses.", 404)
+            raise RequestError(f"only responses are deleted, not {shortened(self.path)}.", 404)
         self.send_json(self.server.stored.delete(self.path.removeprefix(RESPONSES)))
 
     do_HEAD = do_GET  # without the content

@@ -10,6 +10,8 @@ from .body import check_body
 from .handler import Route
 from .provider import properties
 
+of_anthropic = partial(Route, "messages", error_document=anthropic.error_document)
+of_ollama = partial(Route, "ollama", error_document=ollama.error_document)
 ROUTES = {
     "/v1/chat/completions": Route(
         "chat", partial(check_body, needed="messages"), openai.answer_chat
@@ -19,17 +21,13 @@ ROUTES = {
     "/v1/responses/input_tokens": Route(
         "responses", responses.check, responses.count_tokens, False
     ),
-    "/v1/messages": Route(
-        "messages", anthropic.check, anthropic.answer, True, anthropic.error_document
+    "/v1/messages": of_anthropic(anthropic.check, anthropic.answer),
+    "/v1/messages/count_tokens": of_anthropic(
+        anthropic.check_count, anthropic.count_tokens, False
     ),
-    "/v1/messages/count_tokens": Route(
-        "messages", anthropic.check_count, anthropic.count_tokens, False, anthropic.error_document
-    ),
-    "/api/chat": Route("ollama", ollama.check_chat, ollama.answer, True, ollama.error_document),
-    "/api/generate": Route(
-        "ollama", ollama.check_generate, ollama.answer, True, ollama.error_document
-    ),
-    "/api/show": Route("ollama", dict, ollama.show, False, ollama.error_document),
+    "/api/chat": of_ollama(ollama.check_chat, ollama.answer),
+    "/api/generate": of_ollama(ollama.check_generate, ollama.answer),
+    "/api/show": of_ollama(dict, ollama.show, False),
     "/tokenize": Route("tokens", dict, openai.tokenize, generates=False),
     "/detokenize": Route("tokens", dict, openai.detokenize, generates=False),
 }
