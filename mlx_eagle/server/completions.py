@@ -44,13 +44,11 @@ class Answering:
         self._is_chat = requests[0].request_type == "chat"
         self._is_stream = bool(body.get("stream"))
         self._num_each = body.get("n", 1)
-        object_type = "chat.completion" if self._is_chat else "text_completion"
-        if self._is_chat and self._is_stream:
-            object_type = "chat.completion.chunk"
+        chat_type = "chat.completion.chunk" if self._is_stream else "chat.completion"
         self._base = {
             "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid.uuid4()}",
             "system_fingerprint": FINGERPRINT,
-            "object": object_type,
+            "object": chat_type if self._is_chat else "text_completion",
             "model": model_name(reply, body),
             "created": reply.created,
         }

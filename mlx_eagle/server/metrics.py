@@ -83,12 +83,10 @@ class CacheCounts:
 class Metrics:
     """Counts since the server was started; safe in any thread."""
 
-    def __init__(
-        self, caches: CacheCounts | None = None, answers: EarlierAnswers | None = None
-    ) -> None:
+    def __init__(self, caches: CacheCounts, answers: EarlierAnswers) -> None:
         self._lock = Lock()
-        self._answers = answers or EarlierAnswers(0)
-        self._caches = caches or CacheCounts()
+        self._answers = answers
+        self._caches = caches
         self._by_outcome = {name: dict.fromkeys(RequestOutcome, 0) for name in BY_OUTCOME}
         self._first_tokens = [0] * (len(FIRST_TOKEN_BOUNDS) + 1)  # by the bound it lies under
         self._first_token_seconds = 0.0

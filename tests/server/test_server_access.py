@@ -19,11 +19,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from serving import ENDLESS, ours, parse
 
 from mlx_eagle.decoding.stats import Stats
+from mlx_eagle.drafters.earlier_answers import EarlierAnswers
 from mlx_eagle.server import __main__ as command
 from mlx_eagle.server.access import admits, is_loopback, read_key
 from mlx_eagle.server.handler import PairHandler
 from mlx_eagle.server.listener import PairServer
-from mlx_eagle.server.metrics import Metrics, RequestOutcome
+from mlx_eagle.server.metrics import CacheCounts, Metrics, RequestOutcome
 from mlx_eagle.system.stop_signals import StopSignals
 
 TEXT = {"prompt": "Once upon a time", "max_tokens": 20, "logit_bias": ENDLESS}
@@ -392,7 +393,7 @@ def test_metrics_add_up_to_what_clients_saw(flags):
 
 
 def test_the_histogram_counts_each_time_under_its_bounds():
-    metrics = Metrics()
+    metrics = Metrics(CacheCounts(), EarlierAnswers(0))
     for seconds in (0.01, 0.05, 0.07, 3.0, 1000.0):
         metrics.count_first_token(seconds)
     metrics.count_drafts(Stats())
