@@ -35,10 +35,13 @@ OTHER_NAMES = {
 }  # fmt: skip
 """Fields of a chat, with the fields that this API has instead."""
 IN = "__"  # between a namespace of tools and the name of one
-ECHOED = (
-    "instructions", "max_output_tokens", "max_tool_calls", "metadata", "previous_response_id",
-    "prompt_cache_key", "safety_identifier", "user",
-)  # fmt: skip
+ECHOED: Document = {
+    **dict.fromkeys(("instructions", "max_output_tokens", "max_tool_calls", "metadata", "user")),
+    **dict.fromkeys(("previous_response_id", "prompt_cache_key", "safety_identifier")),
+    "parallel_tool_calls": True, "store": True, "tool_choice": "auto", "tools": [],
+    "truncation": "disabled",
+}  # fmt: skip
+"""Fields that a response repeats, with their defaults."""
 TYPES = {
     str: ("instructions", "previous_response_id"),
     dict: ("metadata", "reasoning", "text"),
@@ -263,17 +266,12 @@ def _begun(reply: Reply, asked: Document, chat: Document, args: PairArguments) -
         "incomplete_details": None,
         "model": model_name(reply, chat),
         "output": [],
-        "parallel_tool_calls": asked.get("parallel_tool_calls", True),
         "reasoning": {name: reasoning.get(name) for name in ("effort", "summary")},
-        "store": asked.get("store", True),
         "temperature": args.sampling.temperature,
         "text": {"format": {"type": "text"}} | asked.get("text", {}),
-        "tool_choice": asked.get("tool_choice", "auto"),
-        "tools": asked.get("tools", []),
         "top_p": args.sampling.top_p,
-        "truncation": asked.get("truncation", "disabled"),
         "usage": None,
-    } | {name: asked.get(name) for name in ECHOED}
+    } | {name: asked.get(name, default) for name, default in ECHOED.items()}
 
 
 @dataclass(frozen=True)
