@@ -4,8 +4,7 @@ Chen et al. 2026, DFlash. A block sees the target's features of the tokens befor
 itself. The drafter's own layers compute it, and its own choices are evaluated.
 """
 
-from abc import abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +29,7 @@ from .chunks import (
 )
 from .compiled import is_compiled, softmax
 from .given import Given, write_files
-from .losses import TINY
+from .losses import TINY, label_entropies
 from .recipe import GivenRecipe
 from .settings import TrainSettings
 from .student import Student, target_sizes
@@ -50,15 +49,9 @@ FROZEN = ("embed_tokens.", "lm_head.", "attention_sink_bias", "layer_scalar")
 
 
 def fresh_fields(
-    settings: TrainSettings,
-    model: nn.Module,
-    model_config: Mapping[str, Any],
-    tokenizer: TokenizerWrapper,
+    settings: TrainSettings, model: nn.Module, model_config: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the fields of a new drafter's ``BlockConfig``, with the target's sizes.
-
-    Raises ValueError if there is no token for masked slots.
-    """
+    """Return the fields of a new drafter's ``BlockConfig``, with the target's sizes."""
     embedding, vocab_size = find_embedding(model)
     depth = len(model.layers)
     layers = [round(1 + i * max(0, depth - 4) / max(1, LAYERS - 1)) for i in range(LAYERS)]
@@ -67,19 +60,28 @@ def fresh_fields(
         "vocab_size": vocab_size,
         "draft_vocab_size": vocab_size,
         "taps": tuple(sorted({min(layer, depth - 1) + 1 for layer in layers})),
-        "mask_token_id": mask_token(settings.mask_token_id, tokenizer, vocab_size),
+        "mask_token_id": settings.mask_token_id,
         "block_size": settings.block_size or BLOCK,
     }
 
 
-def write_fresh(
-    folder: Path, head: DFlashHead, seed: int, values: Mapping[str, Any], **arrays: mx.array
-) -> None:
-    """Write a new head into ``folder``, with the published config ``values``.
+Fresh = tuple[DFlashHead, dict[str, Any], dict[str, mx.array]]
+"""A new head, its published config, and arrays that do not begin at random, by last names."""
 
-    Its matrices are random, by the seed, but for the ``arrays`` whose last names are given.
+
+def write_fresh(
+    folder: Path,
+    make: Callable[[dict[str, Any]], Fresh],
+    settings: TrainSettings,
+    model: nn.Module,
+    model_config: Mapping[str, Any],
+) -> None:
+    """Write the head that ``make`` makes of ``fresh_fields`` into ``folder``, as published.
+
+    Its matrices are random, by the seed.
     """
-    keys = mx.random.split(mx.random.key(seed), 1000)
+    head, values, arrays = make(fresh_fields(settings, model, model_config))
+    keys = mx.random.split(mx.random.key(settings.seed), 1000)
     drawn = {}
     for number, (name, array) in enumerate(tree_flatten(head.parameters())):
         own = next((made for last, made in arrays.items() if last in name.split(".")), None)
@@ -88,6 +90,12 @@ def write_fresh(
         drawn[name] = mx.ones(array.shape) if own is None else mx.broadcast_to(own, array.shape)
     folder.mkdir()
     write_files(folder, values, drawn, "pt")
+
+
+def fresh_dflash(fields: dict[str, Any]) -> Fresh:
+    """Make a DFlash head, as z-lab publishes them."""
+    config = BlockConfig(**fields)
+    return DFlashHead(config), flat_values(config, "DFlashDraftModel"), {}
 
 
 def layer_values(config: Any, same: Iterable[str] = SAME.split()) -> dict[str, Any]:
@@ -160,7 +168,7 @@ def anchors_of(batch: TokenBatch, num_anchors: int, seed: int, epoch: int) -> np
 
 
 class BlockRecipe(GivenRecipe):
-    """A drafter of blocks, whose slots are compared with the target."""
+    """A drafter of blocks; as here a DFlash head, whose slots know nothing of each other."""
 
     parts: tuple[str, ...] = ()
     """Parts of the head that ``compare`` uses."""
@@ -183,7 +191,6 @@ class BlockRecipe(GivenRecipe):
         self._numbers = np.full(num_tokens, -1)  # of tokens, among those that are drafted
         self._numbers[np.array(student.ids)] = np.arange(len(student.ids))
 
-    @abstractmethod
     def compare(
         self, states: mx.array, before: mx.array, labels: mx.array, final: mx.array
     ) -> Arrays:
@@ -192,6 +199,7 @@ class BlockRecipe(GivenRecipe):
         ``before`` and ``labels`` (m, D) are as in ``BlockTargets``, ``final`` (m, D, h) the states
         that enter the target's output. D-PACE weighs by the first losses.
         """
+        return [label_entropies(self.drafter.logits(states).astype(mx.float32), labels)]
 
     def teach(
         self, batch: TokenBatch, epoch: int, num_ranks: int = 1

@@ -5,14 +5,13 @@ own confidences. Which tokens are candidates is not learnt from; the target's ch
 one's place where it is not among them.
 """
 
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from ..drafters.dflash2 import DFlash2Config, DFlash2Head
-from .block import BlockRecipe, flat_values, fresh_fields, write_fresh
+from .block import BlockRecipe, Fresh, flat_values
 from .chunks import Arrays
 from .given import Given
 from .losses import label_entropies
@@ -48,13 +47,11 @@ class DFlash2Recipe(BlockRecipe):
         return [label_entropies(logits, labels), label_entropies(scores, place)]
 
 
-def write_new(folder: Path, settings: TrainSettings, *target: Any) -> None:
-    """Write a new head for a ``target``, as z-lab publishes them; convolutions change nothing."""
-    fields = fresh_fields(settings, *target)
-    config = DFlash2Config(**fields, selector_rank=min(RANK, fields["hidden_size"]))
-    c = config
+def fresh(fields: dict[str, Any]) -> Fresh:
+    """Make a head, as z-lab publishes them; its convolutions change nothing."""
+    c = DFlash2Config(**fields, selector_rank=min(RANK, fields["hidden_size"]))
     values = flat_values(
-        config,
+        c,
         "DFlash2DraftModel",
         conv_kernel_size=c.kernel_size,
         conv_group_size=c.group_size,
@@ -63,6 +60,4 @@ def write_new(folder: Path, settings: TrainSettings, *target: Any) -> None:
     )
     first = (mx.arange(c.kernel_size) == 0)[:, None].astype(mx.float32)
     kernels = {"base_kernel": first, "kernel_projection": mx.array(0.0)}
-    write_fresh(
-        folder, DFlash2Head(config), settings.seed, values | {"is_causal": False}, **kernels
-    )
+    return DFlash2Head(c), values | {"is_causal": False}, kernels

@@ -5,17 +5,15 @@ distribution, and cross-entropy of the confidence head with the share that would
 Before each slot stands the text's token.
 """
 
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
 from ..drafters.dspark import DSparkConfig, DSparkHead
-from .block import BlockRecipe, fresh_fields, layer_values, write_fresh
+from .block import BlockRecipe, Fresh, layer_values
 from .chunks import Arrays
 from .compiled import softmax
 from .losses import mixed_losses
-from .settings import TrainSettings
 
 RANK = 256  # of a fresh head's Markov head
 
@@ -48,24 +46,20 @@ class DSparkRecipe(BlockRecipe):
         return [loss, mx.logaddexp(0, sure) - kept * sure]
 
 
-def write_new(folder: Path, settings: TrainSettings, *target: Any) -> None:
-    """Write a new head for a ``target`` (see ``fresh_fields``), as speculators publishes them."""
-    fields = fresh_fields(settings, *target)
+def fresh(fields: dict[str, Any]) -> Fresh:
+    """Make a head, as speculators publishes them."""
     rank = min(RANK, fields["hidden_size"])
-    config = DSparkConfig(**fields, first_slot=0, markov_rank=rank, confidence="markov")
-    proposal = {"proposal_type": "greedy", "speculative_tokens": config.longest_draft}
-    values = {
+    c = DSparkConfig(**fields, first_slot=0, markov_rank=rank, confidence="markov")
+    proposal = {"proposal_type": "greedy", "speculative_tokens": c.longest_draft}
+    same = ("mask_token_id", "block_size", "draft_vocab_size", "markov_rank")
+    values = {name: getattr(c, name) for name in same} | {
         "architectures": ["DSparkDraftModel"],
         "speculators_model_type": "dspark",
         "speculators_config": {"algorithm": "dspark", "proposal_methods": [proposal]},
-        "transformer_layer_config": layer_values(config),
-        "aux_hidden_state_layer_ids": list(config.taps),
-        "mask_token_id": config.mask_token_id,
-        "block_size": config.block_size,
-        "draft_vocab_size": config.draft_vocab_size,
+        "transformer_layer_config": layer_values(c),
+        "aux_hidden_state_layer_ids": list(c.taps),
         "sample_from_anchor": True,
-        "markov_rank": rank,
-        "markov_head_type": config.markov_kind,
+        "markov_head_type": c.markov_kind,
         "confidence_head_with_markov": True,
     }
-    write_fresh(folder, DSparkHead(config), settings.seed, values)
+    return DSparkHead(c), values, {}

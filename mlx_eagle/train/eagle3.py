@@ -9,7 +9,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..drafters.head_weights import split_weights
 from ..drafters.target_parts import find_embedding
@@ -88,11 +87,7 @@ class Eagle3Recipe(Recipe):
 
 
 def make_student(
-    settings: TrainSettings,
-    model: nn.Module,
-    config: dict[str, Any],
-    tokenizer: TokenizerWrapper,
-    examples: Examples,
+    settings: TrainSettings, model: nn.Module, config: dict[str, Any], examples: Examples
 ) -> Student:
     """Make a fresh head, or take that of --init, with the draft vocabulary that is asked for."""
     _, vocab_size = find_embedding(model)

@@ -19,7 +19,7 @@ from ..drafters.pairs import drafters_for
 from ..drafters.target_parts import activation_dtype, find_embedding
 from ..system.cli_values import flag_of
 from ..system.ranks import is_first
-from . import assistant, block, dflash, dflash2, dspark, eagle3, mtp, peagle
+from . import assistant, block, dflash2, dspark, eagle3, mtp, peagle
 from .data import Examples
 from .given import Given, converted, open_given
 from .lora import add_lora, train_only
@@ -39,15 +39,13 @@ class TrainedKind:
 
     ``recipe`` makes its recipe of settings, student, model and the drafter that it begins with.
     EAGLE heads have a ``make_student`` of their own, and their recipes take the examples, too.
-    ``more`` are settings that have parameters trained, too, with a part of their names;
-    ``with_init`` are those of fresh drafters that it takes for given ones as well.
+    ``more`` are settings that have parameters trained, too, with a part of their names.
     A kind ``of`` another in ``KINDS`` trains those of its drafters that it ``claims``, and makes
     one of the others where it is asked for; it has a ``title`` of its own.
     Parameters with a ``frozen`` part in their names are not trained, nor those that are not among
     the ``names`` of published ones, where a kind knows these. ``defaults`` are of settings that
-    are None, ``flags`` the settings that only some kinds have and this one does, ``losses`` those
-    it can be given. ``write_fresh`` writes a new drafter into a folder, as it would be published;
-    ``fresh_rate`` is the learning rate for it.
+    are None, ``flags`` other settings that only some kinds have, ``losses`` those it can be
+    given. ``fresh`` makes a new drafter of blocks; ``fresh_rate`` is the learning rate for it.
     """
 
     recipe: Callable[..., Recipe]
@@ -57,14 +55,22 @@ class TrainedKind:
     flags: tuple[str, ...] = ()
     losses: tuple[str, ...] = ()
     needs: NeedsOf = needs_of_drafter
-    write_fresh: Callable[..., None] | None = None
+    fresh: Callable[[dict[str, Any]], block.Fresh] | None = None
     fresh_rate: float | None = None
     make_student: Callable[..., Student] | None = None
     more: dict[str, str] = field(default_factory=dict)
-    with_init: tuple[str, ...] = ()
     of: str = ""
     claims: Callable[[Given], bool] = lambda given: False
     title: str = ""
+
+    @property
+    def settings(self) -> set[str]:
+        """Settings that this kind has and others may not."""
+        return {*self.defaults, *self.flags, *self.more}
+
+    def makes(self, given: Given | None) -> bool:
+        """Return whether its drafter is made here, anew or of one of another kind."""
+        return given is None or (self.of == given.kind and not self.claims(given))
 
 
 LORA = ("fine_tune_type", "lora_rank", "lora_scale")
@@ -76,7 +82,6 @@ GO_WITH = {
     "lora_scale": ("fine_tune_type", "lora"),
 }
 """Settings that say something only where another one has this value."""
-CHAINS = ("ttt_steps", "step_decay", "labels", *LORA)
 USUAL = {"learning_rate": 1e-4, "warmup": 0.015, "max_grad_norm": 0.5}  # as EAGLE-3's trainers
 MTP = {
     "learning_rate": 5e-5, "warmup": 0.05, "max_grad_norm": 0.5, "ttt_steps": 3,
@@ -91,19 +96,19 @@ DSPARK = BLOCKS | {
     "loss_divisor": "weights",
 }  # fmt: skip
 DFLASH = TrainedKind(
-    dflash.DFlashRecipe,
+    block.BlockRecipe,
     block.FROZEN,
     defaults=BLOCKS,
-    flags=("labels", "anchors", "position_weights", "gamma", "loss_divisor", *SHAPE, *LORA),
+    flags=("gamma", *SHAPE, *LORA),
     losses=("ce",),
-    write_fresh=dflash.write_new,
+    fresh=block.fresh_dflash,
     fresh_rate=6e-4,
 )
 TRAINED: dict[str, TrainedKind] = {
     "eagle3": TrainedKind(
         eagle3.Eagle3Recipe,
         defaults=USUAL | {"ttt_steps": 7, "step_decay": 0.8, "loss": "ce"},
-        flags=(*EAGLE, "ttt_steps", "step_decay", "kl_scale", "kl_decay", "num_layers"),
+        flags=(*EAGLE, "kl_scale", "kl_decay", "num_layers"),
         losses=("ce", "lk-alpha", "lk-lambda"),
         needs=needs_of,
         make_student=eagle3.make_student,
@@ -111,11 +116,10 @@ TRAINED: dict[str, TrainedKind] = {
     "peagle": TrainedKind(
         peagle.PEagleRecipe,
         defaults=USUAL | {"depths": 8, "loss": "kl"},
-        flags=(*EAGLE, "depths", "num_layers", "mask_token_id"),
+        flags=(*EAGLE, "num_layers", "mask_token_id"),
         losses=("kl", "tv", "l1"),
         needs=needs_of,
         make_student=peagle.make_student,
-        with_init=("mask_token_id",),
         of="eagle3",
         claims=peagle.is_parallel,
         title="a P-EAGLE head",
@@ -125,7 +129,7 @@ TRAINED: dict[str, TrainedKind] = {
         mtp.FROZEN,
         mtp.published_names,
         defaults=MTP,
-        flags=(*CHAINS, "mtp_attention", "train_experts"),
+        flags=LORA,
         losses=MIXED,
         more={"train_experts": mtp.EXPERTS},
     ),
@@ -133,24 +137,21 @@ TRAINED: dict[str, TrainedKind] = {
         assistant.AssistantRecipe,
         assistant.FROZEN,
         defaults=USUAL | {"ttt_steps": 4, "step_decay": 0.8, "loss": "kl", "labels": "argmax"},
-        flags=(*CHAINS, "train_embeddings"),
+        flags=LORA,
         losses=MIXED,
         more={"train_embeddings": assistant.TABLE},
     ),
     "dflash": DFLASH,
     "dspark": replace(
-        DFLASH,
-        recipe=dspark.DSparkRecipe,
-        defaults=DSPARK,
-        losses=MIXED,
-        write_fresh=dspark.write_new,
+        DFLASH, recipe=dspark.DSparkRecipe, defaults=DSPARK, losses=MIXED, fresh=dspark.fresh
     ),
-    "dflash2": replace(DFLASH, recipe=dflash2.DFlash2Recipe, write_fresh=dflash2.write_new),
+    "dflash2": replace(DFLASH, recipe=dflash2.DFlash2Recipe, fresh=dflash2.fresh),
 }
 """Kinds by their names in converted folders."""
 
-BY_KIND = tuple(dict.fromkeys(name for row in TRAINED.values() for name in row.flags))
-"""Settings that not every kind has."""
+BY_KIND = frozenset[str]().union(*(row.settings for row in TRAINED.values()))
+"""Settings that some kinds have."""
+KEPT = "{} is of fresh drafters, and --init keeps that of the one it names: leave it out."
 
 
 def title_of(kind: str) -> str:
@@ -176,7 +177,7 @@ def check_kind(name: str, source: str | None) -> None:
         what = f"{source} is {title}" if source else f"--kind is {name}"
         raise ValueError(f"{what}, and only {known} are trained here: name another drafter.")
     row = TRAINED[name]
-    if source is None and row.make_student is None and row.write_fresh is None:
+    if source is None and row.make_student is None and row.fresh is None:
         raise ValueError(
             f"no fresh {title.split(' ', 1)[1]} is trained here, for it comes with its model: "
             "name the one to begin with by --init."
@@ -188,14 +189,12 @@ def filled(settings: TrainSettings, kind: str) -> TrainSettings:
     row = TRAINED[kind]
     given = [x.name for x in fields(settings) if getattr(settings, x.name) != x.default]
     for name in given:
-        if name in BY_KIND and name not in row.flags:
+        if name in BY_KIND and name not in row.settings:
             raise ValueError(f"{flag_of(name)} is not for {title_of(kind)}: leave it out.")
-        is_shape = name in (*SHAPE, "aux_layers") and name not in row.with_init
-        if is_shape and settings.init is not None:
-            raise ValueError(
-                f"{flag_of(name)} is of fresh drafters, and --init keeps the shape of the one it "
-                "names: leave it out."
-            )
+        # A given drafter may get masked slots: see ``with_mask``.
+        is_mask = name == "mask_token_id" and bool(row.of)
+        if name in (*SHAPE, "aux_layers") and settings.init is not None and not is_mask:
+            raise ValueError(KEPT.format(flag_of(name)))
         if name in row.more and settings.fine_tune_type == "lora":
             raise ValueError(
                 f"{flag_of(name)} trains whole matrices, and --fine-tune-type lora small ones "
@@ -286,14 +285,22 @@ def warn_of_few(settings: TrainSettings, examples: Examples) -> None:
         )
 
 
-def check_mask(
+def with_mask(
     settings: TrainSettings, given: Given | None, tokenizer: TokenizerWrapper, vocab_size: int
-) -> None:
-    """Raise ValueError, before anything is made, if there is no token for masked slots."""
+) -> TrainSettings:
+    """Give settings the token of masked slots, if a drafter is made that has such slots.
+
+    Raises ValueError if there is no token for them, or if the given drafter keeps its own.
+    """
     row = TRAINED[settings.kind]
-    is_made = given is None or (row.of == given.kind and not row.claims(given))
-    if "mask_token_id" in row.flags and is_made:
-        block.mask_token(settings.mask_token_id, tokenizer, vocab_size)
+    if "mask_token_id" not in row.flags:
+        return settings
+    if row.makes(given):
+        token = block.mask_token(settings.mask_token_id, tokenizer, vocab_size)
+        return replace(settings, mask_token_id=token)
+    if settings.mask_token_id is not None:
+        raise ValueError(KEPT.format("--mask-token-id"))
+    return settings
 
 
 def begin(
@@ -301,19 +308,19 @@ def begin(
     given: Given | None,
     model: nn.Module,
     config: dict[str, Any],
-    tokenizer: TokenizerWrapper,
     examples: Examples,
 ) -> tuple[Student, Callable[[TrainSettings], Recipe]]:
     """Make the student, and a function that makes its recipe once the settings are final."""
     row = TRAINED[settings.kind]
     make = row.recipe
     if row.make_student is not None:
-        student = row.make_student(settings, model, config, tokenizer, examples)
+        student = row.make_student(settings, model, config, examples)
         return student, lambda final: make(final, student, model, given, examples)
     if given is None:
+        assert row.fresh is not None
         scratch = tempfile.TemporaryDirectory(prefix="mlx-eagle-")
         folder = Path(scratch.name) / "fresh"
-        row.write_fresh(folder, settings, model, config, tokenizer)
+        block.write_fresh(folder, row.fresh, settings, model, config)
         given = replace(open_given(str(folder), settings.model), scratch=scratch)
         warn_of_few(settings, examples)
     made = converted(given, settings.model)

@@ -13,14 +13,12 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..convert.families import canonical
 from ..drafters.kinds import kind_of
 from ..drafters.target_parts import find_embedding
 from . import eagle3
 from .batches import TokenBatch
-from .block import mask_token
 from .chunks import Arrays, chunk_rows, with_weights
 from .compiled import padded
 from .data import Examples
@@ -41,18 +39,14 @@ def is_parallel(given: Given) -> bool:
 
 
 def make_student(
-    settings: TrainSettings,
-    model: nn.Module,
-    config: dict[str, Any],
-    tokenizer: TokenizerWrapper,
-    examples: Examples,
+    settings: TrainSettings, model: nn.Module, config: dict[str, Any], examples: Examples
 ) -> Student:
     """Make a fresh head, or take that of --init; one that drafts step by step gets masked slots.
 
     Its embedding is its own, by default the target's table. Raises ValueError for heads that
-    cannot draft in one pass, and if there is no token for masked slots.
+    cannot draft in one pass.
     """
-    student = eagle3.make_student(settings, model, config, tokenizer, examples)
+    student = eagle3.make_student(settings, model, config, examples)
     head = student.head
     c = head.config
     plain = c.fc_input == "features" and c.layer_input == "first" and c.embed_scale == 1
@@ -62,16 +56,10 @@ def make_student(
             "has them: name another with --init, or leave it out for a fresh one."
         )
     if c.mask_token_id is None:
-        _, vocab_size = find_embedding(model)
-        token = mask_token(settings.mask_token_id, tokenizer, vocab_size)
         width = c.num_aux * c.target_hidden_size
         head.mask_hidden = mx.random.normal((width,), key=mx.random.key(settings.seed))
-        c = replace(c, mask_token_id=token, speculative_tokens_hint=settings.depths)
-    elif settings.mask_token_id is not None:
-        raise ValueError(
-            "--mask-token-id is for heads without masked slots, and --init keeps that of the one "
-            "it names: leave it out."
-        )
+        hint = settings.depths
+        c = replace(c, mask_token_id=settings.mask_token_id, speculative_tokens_hint=hint)
     if c.embed_source != "file":
         _, num_rows = find_embedding(model)
         table = student.embed(mx.arange(num_rows)).astype(mx.float32)

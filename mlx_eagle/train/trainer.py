@@ -25,7 +25,7 @@ from .draft_vocabulary import coverage
 from .evaluation import Evaluation, Generated, evaluate, generate_held_out
 from .given import AUTO, Given, converted, known_drafter, open_given, write_files
 from .head_card import make_card
-from .kinds import TRAINED, begin, check_kind, check_mask, filled, needs_for, title_of, trained_as
+from .kinds import TRAINED, begin, check_kind, filled, needs_for, title_of, trained_as, with_mask
 from .log import TrainingLog
 from .memory import fitting, memory_kept_to
 from .optimizer import TrainStep, learning_rate
@@ -296,7 +296,7 @@ def _run(settings: TrainSettings, checkpoints: Checkpoints) -> TrainReport:
     )
     _, vocab_size = find_embedding(model)
     settings, given = _begin_with(settings)
-    check_mask(settings, given, tokenizer, vocab_size)
+    settings = with_mask(settings, given, tokenizer, vocab_size)
     if settings.regenerate:
         from .answers import regenerate  # here, for it is a command as well: python -m
 
@@ -305,7 +305,7 @@ def _run(settings: TrainSettings, checkpoints: Checkpoints) -> TrainReport:
     examples = read_examples(
         data, tokenizer, vocab_size, settings.max_seq_length, settings.mask_prompt
     )
-    student, make_recipe = begin(settings, given, model, config, tokenizer, examples)
+    student, make_recipe = begin(settings, given, model, config, examples)
     settings, needs = fitting(
         settings, student, weight_bytes(model), examples, needs_for(settings, student)
     )

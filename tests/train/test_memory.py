@@ -8,7 +8,7 @@ from multiprocessing import get_context
 import mlx.core as mx
 import numpy as np
 import pytest
-from helpers import SIZES, byte_tokenizer, tiny_llama
+from helpers import SIZES, tiny_llama
 from training import chats, write_data, write_target
 
 from mlx_eagle import load_fast_blas
@@ -191,7 +191,7 @@ def peak_and_needs(run) -> tuple[float, dict[str, float]]:
         settings = replace(fresh(1, length), depths=num_steps, draft_vocab_size=vocab)
         settings = replace(settings, mask_token_id=5, loss="kl", grad_checkpoint=checkpoint)
         nothing = Examples([], [], [])
-        student = peagle.make_student(settings, model, sizes, byte_tokenizer(), nothing)
+        student = peagle.make_student(settings, model, sizes, nothing)
         losses = settings.losses()
         recipe = peagle.PEagleRecipe(settings, student, model, None, nothing)
     else:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from golden import frozen
 from grids import thorough
-from helpers import SIZES, byte_tokenizer, tiny_llama
+from helpers import SIZES, tiny_llama
 from mlx.utils import tree_flatten, tree_unflatten
 from tolerances import tolerance
 from training import VOCAB, chats, weights_of, write_data, write_model, write_target
@@ -134,7 +134,7 @@ def recipe_of(model, **options) -> PEagleRecipe:
     config = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     config |= {"intermediate_size": 96, "rms_norm_eps": 1e-5}
     mx.random.seed(3)
-    student = make_student(settings, model, config, byte_tokenizer(), examples)
+    student = make_student(settings, model, config, examples)
     return PEagleRecipe(settings, student, model, None, examples)
 
 

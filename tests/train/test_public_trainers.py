@@ -14,7 +14,7 @@ import pytest
 from assistants import golden_folder, golden_target
 from drafter_pairs import tiny_qwen3_5
 from golden import frozen
-from helpers import byte_tokenizer, tiny_qwen3
+from helpers import tiny_qwen3
 from mlx_lm.models import llama
 from tolerances import tolerance
 from trained_kinds import recipe_of
@@ -183,7 +183,7 @@ def test_peagle(tmp_path: Path) -> None:
     values = {"model": str(example.target), "init": str(example.given), "depths": 4}
     settings = filled(TrainSettings(data="", output="", **values), "peagle")
     none = Examples([], [], [])
-    student = make_student(settings, example.model, {}, byte_tokenizer(), none)
+    student = make_student(settings, example.model, {}, none)
     recipe = PEagleRecipe(settings, student, example.model, None, none)
     text, slot, depth = example.arrays["elements"].T
     kept = [[slot[(text == t) & (depth == d)] for d in (1, 2, 3)] for t in range(3)]

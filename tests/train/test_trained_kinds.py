@@ -27,7 +27,7 @@ from mlx_eagle.drafters.kinds import KINDS
 from mlx_eagle.drafters.pairs import pairs_for
 from mlx_eagle.system.cli_values import flag_of
 from mlx_eagle.train import block, train
-from mlx_eagle.train.dflash2 import write_new as write_dflash2
+from mlx_eagle.train.dflash2 import fresh as fresh_dflash2
 from mlx_eagle.train.given import converted, known_drafter, open_given
 from mlx_eagle.train.kinds import TRAINED
 from mlx_eagle.train.optimizer import TrainStep
@@ -375,7 +375,7 @@ def test_a_fresh_head_of_blocks_learns(kind, refused, data, tmp_path):
     assert again.kind == kind
     if kind == "dflash2":  # nothing is mixed before it learns
         new = tmp_path / "new"
-        write_dflash2(new, TrainSettings("", "", "", **options), model, SIZES, tokenizer)
+        block.write_fresh(new, fresh_dflash2, TrainSettings("", "", "", **options), model, SIZES)
         convolution = mx.load(str(new / "model.safetensors"))
         kernel = convolution["layers.1.mlp_conv.base_kernel"]
         assert kernel.shape == (2, 2, 64) and kernel[:, 0].min() == 1 and kernel[:, 1].max() == 0
