@@ -92,14 +92,14 @@ class AssistantRecipe(ChainRecipe):
         return hidden, targets._replace(keys=tuple(rows[::2]), values=tuple(rows[1::2]))
 
     def steps(
-        self, head: Any, embeddings: mx.array, features: mx.array, targets: Any, first: int
+        self, head: Any, embeddings: mx.array, features: mx.array, targets: Any
     ) -> Iterator[mx.array]:
         kinds = sorted(set(head.config.layer_types))
-        slots = mx.arange(first, embeddings.shape[1])[:, None]
         columns = mx.arange(embeddings.shape[1])
+        slots = columns[:, None]
         seen = columns <= slots  # slot i stands at i + 1, and sees the rows before that
         masks = {FULL: seen, SLIDING: seen & (columns > slots - self._window)}
-        offset = first + (1 if head.config.position == "next" else 0)
+        offset = 1 if head.config.position == "next" else 0
         flat = [*targets.keys, *targets.values]
 
         def run(known: mx.array, hidden: mx.array, past: list[Arrays]) -> Arrays:
@@ -112,9 +112,9 @@ class AssistantRecipe(ChainRecipe):
             x = head.norm(x)
             return [x, head.post_projection(x)]
 
-        hidden = features[:, first:]
+        hidden = features
         for step in range(self.depth):
-            given = [known_tokens(embeddings, step, first), hidden]
+            given = [known_tokens(embeddings, step), hidden]
             again = self.settings.grad_checkpoint
             x, hidden = run_step(head, self.output_parts(), run, given, [flat], again)
             yield x

@@ -342,13 +342,12 @@ class BlockRecipe(GivenRecipe):
         out = out.swapaxes(0, 1).reshape(size * num, a.num_heads, block, a.head_dim)
         return a.o_proj(out.swapaxes(1, 2).reshape(*x.shape[:2], -1))
 
-    def drafts(self, tokens: np.ndarray, rows: mx.array, begin: int) -> np.ndarray:
+    def drafts(self, tokens: np.ndarray, rows: mx.array) -> np.ndarray:
         head = self.student.head
         features = self.teacher.features(tokens)
         embeddings = self.student.embed(mx.array(tokens))
-        length = tokens.shape[1] - begin
-        texts = np.array(rows) // length
-        anchors = np.array(rows) % length + begin + 1
+        texts, anchors = np.divmod(np.array(rows), tokens.shape[1])
+        anchors += 1
         found = np.zeros((self.depth, len(anchors)), np.int32)
         at_once = min(AT_ONCE, self._at_once)
         for text in np.unique(texts).tolist():

@@ -16,7 +16,7 @@ from .batches import TokenBatch
 from .chunks import Arrays, chunk_rows, with_weights
 from .compiled import softmax
 from .given import Given
-from .losses import TINY, first_slot, mixed_losses, picked
+from .losses import TINY, mixed_losses, picked
 from .recipe import GivenRecipe
 from .settings import TrainSettings
 from .student import Student
@@ -70,9 +70,9 @@ class ChainRecipe(GivenRecipe):
 
     @abstractmethod
     def steps(
-        self, head: Any, embeddings: mx.array, features: mx.array, targets: Any, first: int
+        self, head: Any, embeddings: mx.array, features: mx.array, targets: Any
     ) -> Iterator[mx.array]:
-        """Yield the hidden states (B, T - first, h) of each step, for ``logits``."""
+        """Yield the hidden states (B, T, h) of each step, for ``logits``."""
 
     @abstractmethod
     def logits(self, head: Any, hidden: mx.array) -> mx.array:
@@ -98,10 +98,8 @@ class ChainRecipe(GivenRecipe):
     def losses(
         self, head: Any, embeddings: mx.array, features: mx.array, targets: ChainTargets
     ) -> mx.array:
-        rows = (targets.rows, targets.weights, embeddings.shape[1])
-        first = first_slot(*rows, self.depth)
-        steps = self.steps(head, embeddings, features, targets, first)
-        hidden, weights = picked(steps, *rows, first)
+        steps = self.steps(head, embeddings, features, targets)
+        hidden, weights = picked(steps, targets.rows, targets.weights)
         taught = features.reshape(-1, features.shape[-1])[targets.rows + 1, -self.width :]
         found = self._compared(head, hidden, mx.stop_gradient(taught), targets.labels)
         sums = [(x * own).sum() for x, own in zip(found, weights, strict=True)]
@@ -131,9 +129,9 @@ class ChainRecipe(GivenRecipe):
         parts = self.output_parts()
         return with_weights(head, parts, compare, [*picked, taught], size, again=False)
 
-    def drafts(self, tokens: np.ndarray, rows: mx.array, begin: int) -> np.ndarray:
+    def drafts(self, tokens: np.ndarray, rows: mx.array) -> np.ndarray:
         head = self.student.head
         features, targets = self.context(tokens, ChainTargets(rows, rows, rows, rows))
         embeddings = self.student.embed(mx.array(tokens))
-        steps = self.steps(head, embeddings, features, targets, begin)
+        steps = self.steps(head, embeddings, features, targets)
         return self.chosen(steps, rows, lambda x: self.choose(head, x))

@@ -54,13 +54,12 @@ class Eagle3Recipe(Recipe):
     ) -> mx.array:
         return step_losses(head, embeddings, features, targets, self.settings.losses())
 
-    def hidden(self, tokens: mx.array, features: mx.array, first: int) -> Iterator[mx.array]:
-        """Yield the hidden states (B, T - first, h) of each draft in a row."""
-        embeddings = self.student.embed(tokens)
-        return unroll(self.student.head, embeddings, features, self.depth, first=first)
+    def hidden(self, tokens: mx.array, features: mx.array) -> Iterator[mx.array]:
+        """Yield the hidden states (B, T, h) of each draft in a row."""
+        return unroll(self.student.head, self.student.embed(tokens), features, self.depth)
 
-    def drafts(self, tokens: np.ndarray, rows: mx.array, begin: int) -> np.ndarray:
-        steps = self.hidden(mx.array(tokens), self.teacher.features(tokens), begin)
+    def drafts(self, tokens: np.ndarray, rows: mx.array) -> np.ndarray:
+        steps = self.hidden(mx.array(tokens), self.teacher.features(tokens))
         return self.chosen(steps, rows, lambda x: mx.argmax(self.student.head.logits(x), axis=-1))
 
     def _parameters(self) -> dict[str, mx.array]:

@@ -80,9 +80,8 @@ def _hits(recipe: Recipe, examples: Sequence[Example]) -> list[np.ndarray]:
     batch = make_batch(examples, range(len(examples)))
     length = batch.tokens.shape[1]
     spans = [(max(0, x.num_prompt - 1), len(x.tokens) - 2) for x in examples]
-    begin = min(first for first, _ in spans)
-    places = [np.arange(*span) - begin + i * (length - begin) for i, span in enumerate(spans)]
-    drafts = recipe.drafts(batch.tokens, mx.array(np.concatenate(places)), begin)
+    places = [np.arange(*span) + i * length for i, span in enumerate(spans)]
+    drafts = recipe.drafts(batch.tokens, mx.array(np.concatenate(places)))
     ends = np.cumsum([len(own) for own in places])[:-1]
     hits = []
     for example, (first, last), own in zip(

@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from ..drafters.head import Eagle3Head
 from .chunks import Arrays, chunk_rows, with_weights
-from .compiled import fast_exp, is_compiled, softmax
+from .compiled import fast_exp, softmax
 from .settings import LossSettings
 from .unroll import unroll
 
@@ -41,43 +41,26 @@ class TargetBatch(NamedTuple):
     counts: mx.array
 
 
-def first_slot(rows: mx.array, weights: mx.array, length: int, num_steps: int) -> int:
-    """Find the first slot of any text that counts in any step; texts have ``length`` slots.
-
-    It is 0 where steps are compiled, because there it has to be known before the rows are.
-    """
-    if is_compiled():
-        return 0
-    places = mx.where(weights > 0, rows % length, length)
-    place = int(places.min().item())
-    return max(0, place - num_steps + 1) if place < length else 0
-
-
 def slots_at(
-    rows: mx.array, weights: mx.array, length: int, step: int, first: int = 0
+    rows: mx.array, weights: mx.array, length: int, step: int
 ) -> tuple[mx.array, mx.array]:
     """Return the slots that count in a step, (K,), and their weights; see ``TargetBatch.rows``.
 
-    They are numbered among the slots from ``first`` on, because none before it counts. Rows 1, 5
-    and 6 of texts of 5 slots give in step 1: slots 0, none (5 begins a text), 5.
+    Rows 1, 5 and 6 of texts of 5 slots give in step 1: slots 0, none (5 begins a text), 5.
     """
     counts = (rows % length >= step) & (weights > 0)
-    left_out = first * (rows // length + 1)
-    return mx.where(counts, rows - step - left_out, 0), weights * counts
+    return mx.where(counts, rows - step, 0), weights * counts
 
 
-def picked(
-    steps: Iterable[mx.array], rows: mx.array, weights: mx.array, length: int, first: int
-) -> tuple[Arrays, Arrays]:
+def picked(steps: Iterable[mx.array], rows: mx.array, weights: mx.array) -> tuple[Arrays, Arrays]:
     """Return each step's hidden states (K, h) in the slots that count, and their weights (K,).
 
-    ``steps`` yield hidden states (B, length - first, h); ``rows`` and ``weights`` are as in
-    ``TargetBatch``.
+    ``steps`` yield hidden states (B, T, h); ``rows`` and ``weights`` are as in ``TargetBatch``.
     """
     found: Arrays = []
     counts: Arrays = []
     for step, hidden in enumerate(steps):
-        slots, own = slots_at(rows, weights, length, step, first)
+        slots, own = slots_at(rows, weights, hidden.shape[1], step)
         found.append(hidden.reshape(-1, hidden.shape[-1])[slots])
         counts.append(own)
     return found, counts
@@ -91,10 +74,8 @@ def step_losses(
     settings: LossSettings,
 ) -> mx.array:
     """Compute the loss of every step, (num_steps,) float32, before weighting; see ``unroll``."""
-    rows = (targets.rows, targets.weights, embeddings.shape[1])
-    first = first_slot(*rows, settings.num_steps)
-    steps = unroll(head, embeddings, features, settings.num_steps, settings.checkpoint, first)
-    hidden, weights = picked(steps, *rows, first)
+    steps = unroll(head, embeddings, features, settings.num_steps, settings.checkpoint)
+    hidden, weights = picked(steps, targets.rows, targets.weights)
     entropies, rates = _compared(head, hidden, targets, settings)
     losses = []
     for step, counts in enumerate(weights):

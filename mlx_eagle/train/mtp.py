@@ -111,23 +111,18 @@ class MTPRecipe(ChainRecipe):
         return self._project(hidden if head.state_normed else head.norm(hidden))
 
     def steps(
-        self, head: Any, embeddings: mx.array, features: mx.array, targets: Any, first: int
+        self, head: Any, embeddings: mx.array, features: mx.array, targets: Any
     ) -> Iterator[mx.array]:
-        alone = self.settings.mtp_attention == "step"
-        start = 0 if alone else first
         hidden = features[..., : self.width]
         past: list[Arrays] = []
         for step in range(self.depth):
-            own = start if step else 0
-            known = known_tokens(embeddings, step, own)
-            forward = partial(advance, head, first=own, step=step)
-            before = [] if alone else past
+            given = [known_tokens(embeddings, step), hidden]
+            before = [] if self.settings.mtp_attention == "step" else past
+            forward = partial(advance, head, step=step)
             again = self.settings.grad_checkpoint
-            hidden, *made = run_step(head, (), forward, [known, hidden], before, again)
+            hidden, *made = run_step(head, (), forward, given, before, again)
             past.append(made)
-            if step == 0:
-                hidden = hidden[:, start:]
-            yield hidden[:, first - start :]
+            yield hidden
 
     def published_names(self, checkpoint: DraftCheckpoint) -> Mapping[str, str]:
         return self._names
@@ -149,23 +144,16 @@ class _StepCache:
 
 
 def advance(
-    head: Any, embeddings: mx.array, hidden: mx.array, past: list[Arrays], first: int, step: int
+    head: Any, embeddings: mx.array, hidden: mx.array, past: list[Arrays], step: int
 ) -> Arrays:
-    """Run a step: hidden states (B, R, h), then keys and values of each layer that attends.
+    """Run a step: hidden states (B, T, h), then keys and values of each layer that attends.
 
-    The slots are those from ``first`` on, at positions that are ``step`` later. Each sees those
-    up to itself among the first of ``past``, which has a slot for every token, and itself in the
-    others; without ``past``, those up to itself in this step.
+    The slots are at positions that are ``step`` later. Each sees those up to itself in the first
+    of ``past``, and itself in the others; without ``past``, those up to itself in this step.
     """
     x = head.join(embeddings, hidden)
-    rows = x.shape[1]
-    slots = mx.arange(first, first + rows)[:, None]
-    own = slots == slots.T
-    if past:
-        columns = mx.arange(past[0][0].shape[2])
-        mask = mx.concatenate([columns <= slots, *[own] * len(past)], axis=1)
-    else:
-        mask = slots >= slots.T
+    slots = mx.arange(x.shape[1])[:, None]
+    mask = mx.concatenate([slots >= slots.T, *[slots == slots.T] * len(past)], axis=1)
     made: Arrays = []
     for layer, attends in zip(head.layers, head._attends, strict=True):
         if not attends:
@@ -173,7 +161,7 @@ def advance(
             continue
         place = len(made)
         before = [(chain[place], chain[place + 1]) for chain in past]
-        cache = _StepCache(first + step, before)
+        cache = _StepCache(step, before)
         x = layer(x, mask=mask, cache=cache)
         assert cache.made is not None
         made += cache.made

@@ -23,7 +23,7 @@ from .chunks import Arrays, chunk_rows, with_weights
 from .compiled import padded
 from .data import Examples
 from .given import Given
-from .losses import OUTPUT, TINY, first_slot, mixed_losses, slots_at
+from .losses import OUTPUT, TINY, mixed_losses
 from .published_head import MASKED_FEATURES
 from .settings import LossSettings, TrainSettings
 from .student import Student
@@ -161,18 +161,11 @@ class PEagleRecipe(eagle3.Eagle3Recipe):
     def losses(
         self, head: Any, embeddings: mx.array, features: mx.array, targets: ElementTargets
     ) -> mx.array:
-        rows = (targets.rows, targets.weights, embeddings.shape[1])
-        first = first_slot(*rows, 1)
-        slots, weights = slots_at(*rows, 0, first)
         again = bool(self.settings.grad_checkpoint)
-        hidden = [
-            found.reshape(-1, found.shape[-1])
-            for found in unroll_masked(
-                head, targets.tokens, features, targets.chosen, again, first
-            )
-        ]
-        hidden[0] = hidden[0][slots]
-        flat = [mx.arange(len(slots)), *(x.reshape(-1) for x in targets.places)]
+        states = unroll_masked(head, targets.tokens, features, targets.chosen, again)
+        hidden = [found.reshape(-1, found.shape[-1]) for found in states]
+        hidden[0] = hidden[0][targets.rows]
+        flat = [mx.arange(len(targets.rows)), *(x.reshape(-1) for x in targets.places)]
         places = mx.maximum(mx.concatenate(flat), 0)
 
         def compare(begin: int, rows: Arrays) -> Arrays:
@@ -185,12 +178,10 @@ class PEagleRecipe(eagle3.Eagle3Recipe):
         joined = [mx.concatenate(hidden)]
         (found,) = with_weights(head, OUTPUT, compare, joined, size, again=False)
         parts = mx.split(found, np.cumsum([len(x) for x in flat])[:-1].tolist())
-        counting = [weights, *(x >= 0 for x in flat[1:])]
+        counting = [targets.weights, *(x >= 0 for x in flat[1:])]
         sums = [(x * w).sum() for x, w in zip(parts, counting, strict=True)]
         return mx.stack(sums) / mx.maximum(targets.counts, TINY)
 
-    def hidden(self, tokens: mx.array, features: mx.array, first: int) -> Iterator[mx.array]:
-        size, length = tokens.shape
-        all_slots = [mx.arange(first, length), *[mx.arange(length - first)] * self.depth]
-        chosen = [mx.broadcast_to(x, (size, length - first)) for x in all_slots[: self.depth - 1]]
-        return unroll_masked(self.student.head, tokens, features, chosen, first=first)
+    def hidden(self, tokens: mx.array, features: mx.array) -> Iterator[mx.array]:
+        every = mx.broadcast_to(mx.arange(tokens.shape[1]), tokens.shape)
+        return unroll_masked(self.student.head, tokens, features, [every] * (self.depth - 1))

@@ -50,11 +50,10 @@ class Recipe(ABC):
         """Compute the losses (terms,) of a batch, given the embeddings (B, T, h) of its tokens."""
 
     @abstractmethod
-    def drafts(self, tokens: np.ndarray, rows: mx.array, begin: int) -> np.ndarray:
+    def drafts(self, tokens: np.ndarray, rows: mx.array) -> np.ndarray:
         """Draft greedily along tokens (B, T): target ids (depth, K), as if earlier ones were kept.
 
-        ``rows`` (K,) are the slots, numbered row by row among those from ``begin`` on; slot i
-        drafts what follows token i + 1.
+        ``rows`` (K,) are the slots, numbered b * T + i; slot i drafts what follows token i + 1.
         """
 
     def chosen(

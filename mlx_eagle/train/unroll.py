@@ -17,14 +17,10 @@ OUTSIDE = ("lm_head", "input_norm", "fc_norm", "embed_tokens", "mask_hidden")
 """Parts of a head that no step passes states through. ``fc`` is one too if it fuses features."""
 
 
-def known_tokens(embeddings: mx.array, step: int, first: int) -> mx.array:
-    """Return the embeddings of the tokens that slots from ``first`` on take in a step.
-
-    Behind the text they are zeros.
-    """
-    known = embeddings[:, first + step + 1 :]
-    missing = embeddings.shape[1] - first - known.shape[1]
-    return mx.pad(known, [(0, 0), (0, missing), (0, 0)])
+def known_tokens(embeddings: mx.array, step: int) -> mx.array:
+    """Return the embeddings of the tokens that slots take in a step, zeros behind the text."""
+    known = embeddings[:, step + 1 :]
+    return mx.pad(known, [(0, 0), (0, embeddings.shape[1] - known.shape[1]), (0, 0)])
 
 
 def unroll(
@@ -33,17 +29,15 @@ def unroll(
     features: mx.array,
     num_steps: int,
     checkpoint: bool = False,
-    first: int = 0,
 ) -> Iterator[mx.array]:
-    """Yield the states (B, T - first, h) of each of ``num_steps`` steps, for ``head.logits``.
+    """Yield the states (B, T, h) of each of ``num_steps`` steps, for ``head.logits``.
 
     ``embeddings`` (B, T, h) are those of the batch's tokens, ``features`` (B, T, F) the
     target's taps at the same positions. In step j (from 0), slot i takes the token at
     i + 1 + j and, at position i + j, the state that step j - 1 left in it: step j of slot i is
     the j-th draft after a text that ends with token i + 1. It attends to the slots up to i of
     step 0 and to its own of the later steps. Texts are padded at their end. Slots near it, whose
-    tokens are not known, take zeros, and their states mean nothing. The chains of slots before
-    ``first``, which are not needed, end with step 0.
+    tokens are not known, take zeros, and their states mean nothing.
 
     With ``checkpoint``, each step is computed again for its gradient, and nothing in between is
     kept.
@@ -51,8 +45,8 @@ def unroll(
     hidden = head.fuse(features)
     past: list[Arrays] = []
     for step in range(num_steps):
-        known = known_tokens(embeddings, step, first if step else 0)
-        hidden, *made = _step(head, known, hidden, past, first, checkpoint)
+        known = known_tokens(embeddings, step)
+        hidden, *made = _step(head, known, hidden, past, None, checkpoint)
         past.append(made)
         yield hidden
 
@@ -63,18 +57,17 @@ def unroll_masked(
     features: mx.array,
     chosen: Sequence[mx.array],
     checkpoint: bool = False,
-    first: int = 0,
 ) -> Iterator[mx.array]:
     """Yield the states of a P-EAGLE head's pass, for ``head.logits``, depth after depth.
 
-    Depth 0 is step 0 of ``unroll``: (B, T - first, h), of ``tokens`` (B, T). At depth d there are
+    Depth 0 is step 0 of ``unroll``: (B, T, h), of ``tokens`` (B, T). At depth d there are
     (B, R_d, h): slot a takes at position a + d the mask token and no features; it attends to the
     slots up to a of depth 0, and to its own of the later depths. ``chosen[d - 1]`` (B, R_d)
     numbers the slots of depth d among those of the depth before.
     """
     embed = head.embed_tokens
-    known = known_tokens(embed(tokens), 0, 0)
-    hidden, *made = _step(head, known, head.fuse(features), [], first, checkpoint)
+    known = known_tokens(embed(tokens), 0)
+    hidden, *made = _step(head, known, head.fuse(features), [], None, checkpoint)
     past = [made]
     yield hidden
     slots = mx.broadcast_to(mx.arange(tokens.shape[1]), tokens.shape)
@@ -97,12 +90,12 @@ def _step(
     embeddings: mx.array,
     hidden: mx.array,
     past: list[Arrays],
-    first: int | mx.array,
+    slots: mx.array | None,
     again: bool,
 ) -> Arrays:
     """Compute the step after ``past``; see ``_advance`` and ``run_step``."""
     outside = (*OUTSIDE, "fc") if head.config.fc_input == "features" else OUTSIDE
-    forward = partial(_advance, head, first=first)
+    forward = partial(_advance, head, slots=slots)
     return run_step(head, outside, forward, [embeddings, hidden], past, again)
 
 
@@ -111,50 +104,42 @@ def _advance(
     embeddings: mx.array,
     hidden: mx.array,
     past: list[Arrays],
-    first: int | mx.array,
+    slots: mx.array | None,
 ) -> Arrays:
     """Compute the step after ``past``: hidden states (B, R, h), then keys and values by layer.
 
-    Keys and values have shape (B, Hkv, R, D); ``past`` holds them for each earlier step. Step 0
-    takes all slots. For those before ``first``, its last layer computes only keys and values.
-    Later steps take the slots from ``first`` on, or those slots (B, R) themselves.
+    Keys and values have shape (B, Hkv, R, D); ``past`` holds them for each earlier step. It takes
+    all slots, or these (B, R).
     """
     step = len(past)
     made: Arrays = []
-    start = first if step else 0
     embeddings, hidden = head.enter(embeddings, hidden)
     for i, layer in enumerate(head.layers):
         x, residual = layer.enter(embeddings, hidden)
-        q, k, v = _project(layer.self_attn, x, start + step)
+        q, k, v = _project(layer.self_attn, x, step if slots is None else slots + step)
         made += [k, v]
         chains = [*past, made]
         keys = [chain[2 * i] for chain in chains]
         values = [chain[2 * i + 1] for chain in chains]
-        is_last = i == len(head.layers) - 1
-        skip = first if step == 0 and is_last and isinstance(first, int) else 0
-        attended = _attend(layer, q, keys, values, start, skip)
-        hidden = layer.leave(residual[:, skip:], attended)
+        hidden = layer.leave(residual, _attend(layer, q, keys, values, slots))
     return [head.leave(hidden), *made]
 
 
 def _attend(
-    layer: DraftLayer, q: mx.array, keys: Arrays, values: Arrays, start: int | mx.array, skip: int
+    layer: DraftLayer, q: mx.array, keys: Arrays, values: Arrays, chosen: mx.array | None
 ) -> mx.array:
-    """Attend from the slots of one layer, q (B, H, R, D): from ``start`` on, or these (B, R).
+    """Attend from the slots of one layer, q (B, H, R, D): all, or those ``chosen`` (B, R).
 
-    ``keys`` and ``values`` (B, Hkv, R, D) are those of every step, the newest last. The first
-    ``skip`` slots do not attend, so the result has shape (B, R - skip, h).
+    ``keys`` and ``values`` (B, Hkv, R, D) are those of every step, the newest last.
     """
     attention = layer.self_attn
     window = layer.window
     step = len(keys) - 1
-    q = q[:, :, skip:]
     batch, _, rows, width = q.shape
     # Queries by the key head they share: (B, Hkv, G, R, D).
     q = q.reshape(batch, attention.num_kv_heads, -1, rows, width) * attention.scale
     # A chain sees its own steps that the window has not left behind, and a draft of one pass all.
-    is_chain = isinstance(start, int) and window is not None
-    first = max(1, step - window + 1) if is_chain else 1
+    first = max(1, step - window + 1) if chosen is None and window is not None else 1
     num_own = len(keys) - first
     keys = [k[:, :, None] for k in (keys[0], *keys[first:])]
     values = [v[:, :, None] for v in (values[0], *values[first:])]
@@ -165,19 +150,19 @@ def _attend(
         num = q.shape[-2]
         low = 0
         end = length
-        if isinstance(start, int):
-            end = start + skip + begin + num
-            places = mx.arange(end - num, end)[:, None]
+        if chosen is None:
+            end = begin + num
+            places = mx.arange(begin, end)[:, None]
             if window is not None:
-                low = min(max(0, end - num + step - window + 1), end - 1)
+                low = min(max(0, begin + step - window + 1), end - 1)
         else:
-            places = start[:, None, None, begin : begin + num, None]
+            places = chosen[:, None, None, begin : begin + num, None]
         slots = mx.arange(low, end)
         visible = slots <= places
         if window is not None:
             near = places + step < slots + window
             # Where the window has left all of step 0 behind, a draft of one pass sees its slot.
-            visible &= near if isinstance(start, int) else near | (slots == places)
+            visible &= near if chosen is None else near | (slots == places)
         unseen = mx.where(visible, 0.0, -mx.inf).astype(q.dtype)
         own_keys = own[:num_own]
         cut = [array[..., low:end, :] for array in shared]
