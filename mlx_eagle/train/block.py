@@ -27,7 +27,7 @@ from .chunks import (
     run_step,
     with_weights,
 )
-from .compiled import is_compiled, softmax
+from .compiled import is_compiled
 from .given import Given, write_files
 from .losses import TINY, label_entropies
 from .recipe import GivenRecipe
@@ -333,7 +333,8 @@ class BlockRecipe(GivenRecipe):
             if sinks is not None:
                 each = sinks.reshape(a.num_kv_heads, -1, 1, 1).astype(q.dtype)
                 scores.append(mx.broadcast_to(each, (*q.shape[:-1], 1)))
-            weights = mx.split(softmax(mx.concatenate(scores, -1)), [length, length + block], -1)
+            shares = mx.softmax(mx.concatenate(scores, -1), axis=-1, precise=True)
+            weights = mx.split(shares, [length, length + block], -1)
             return [weights[0] @ values + weights[1] @ own_v]
 
         width = size * a.num_heads * block * (length + block)  # numbers of a block

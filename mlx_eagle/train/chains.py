@@ -6,6 +6,7 @@ at i + 1 + k and the state that step k - 1 left in it, and drafts the token at i
 
 from abc import abstractmethod
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -13,10 +14,9 @@ import mlx.nn as nn
 import numpy as np
 
 from .batches import TokenBatch
-from .chunks import Arrays, chunk_rows, with_weights
-from .compiled import softmax
+from .chunks import Arrays
 from .given import Given
-from .losses import TINY, mixed_losses, picked
+from .losses import TINY, compared, mixed_losses, picked
 from .recipe import GivenRecipe
 from .settings import TrainSettings
 from .student import Student
@@ -101,33 +101,23 @@ class ChainRecipe(GivenRecipe):
         steps = self.steps(head, embeddings, features, targets)
         hidden, weights = picked(steps, targets.rows, targets.weights)
         taught = features.reshape(-1, features.shape[-1])[targets.rows + 1, -self.width :]
-        found = self._compared(head, hidden, mx.stop_gradient(taught), targets.labels)
-        sums = [(x * own).sum() for x, own in zip(found, weights, strict=True)]
-        return mx.stack(sums) / mx.maximum(targets.counts, TINY)
-
-    def _compared(self, head: Any, picked: Arrays, taught: mx.array, labels: mx.array) -> Arrays:
-        """Compare each step's hidden states (K, h) with the target's (K, h) or the labels (K,)."""
-        num_steps = len(picked)
-        vocab_size = len(self.student.ids)
         by_text = self.settings.labels == "text"
-        is_by_text = by_text and self.terms.keys() == {"ce"}
 
-        def compare(begin: int, rows: Arrays) -> Arrays:
-            *hidden, final = rows
-            own = len(final)
-            shape = (num_steps, own, vocab_size)
-            logits = self.logits(head, mx.concatenate(hidden)).astype(mx.float32).reshape(shape)
-            ids = labels[begin : begin + own]
+        def compare(begin: int, logits: mx.array, final: mx.array) -> Arrays:
+            ids = targets.labels[begin : begin + len(final)]
             probs = None
-            if not is_by_text:
+            if not by_text or self.terms.keys() != {"ce"}:
                 said = self.teacher.output(final).astype(mx.float32)
                 ids = ids if by_text else mx.argmax(said, axis=-1)
-                probs = mx.broadcast_to(softmax(said), shape)
-            return list(mixed_losses(self.terms, logits, probs, mx.broadcast_to(ids, shape[:-1])))
+                probs = mx.broadcast_to(mx.softmax(said, axis=-1), logits.shape)
+            ids = mx.broadcast_to(ids, logits.shape[:-1])
+            return list(mixed_losses(self.terms, logits, probs, ids))
 
-        size = chunk_rows(vocab_size * num_steps)
-        parts = self.output_parts()
-        return with_weights(head, parts, compare, [*picked, taught], size, again=False)
+        more = [mx.stop_gradient(taught)]
+        project = partial(self.logits, head)
+        found = compared(head, self.output_parts(), project, hidden, more, compare)
+        sums = [(x * own).sum() for x, own in zip(found, weights, strict=True)]
+        return mx.stack(sums) / mx.maximum(targets.counts, TINY)
 
     def drafts(self, tokens: np.ndarray, rows: mx.array) -> np.ndarray:
         head = self.student.head

@@ -12,7 +12,6 @@ import mlx.core as mx
 from ..drafters.dspark import DSparkConfig, DSparkHead
 from .block import BlockRecipe, Fresh, layer_values
 from .chunks import Arrays
-from .compiled import softmax
 from .losses import mixed_losses
 
 RANK = 256  # of a fresh head's Markov head
@@ -36,14 +35,14 @@ class DSparkRecipe(BlockRecipe):
             tokens = before[:, slot]
             logits, carried = drafter.after(tokens, carried, *(part[:, 0] for part in own))
             rows.append(logits)
-        probs = softmax(self.teacher.output(final).astype(mx.float32))
+        probs = mx.softmax(self.teacher.output(final).astype(mx.float32), axis=-1)
         logits = mx.stack(rows, axis=1)[..., : probs.shape[-1]].astype(mx.float32)
         loss = mixed_losses(self.settings.losses().terms, logits, probs, labels)
         sure = drafter.confidence_logits(states, before)
         if sure is None:
             return [loss]
-        kept = mx.stop_gradient(mx.minimum(probs, softmax(logits)).sum(axis=-1))
-        return [loss, mx.logaddexp(0, sure) - kept * sure]
+        kept = mx.minimum(probs, mx.softmax(logits, axis=-1)).sum(axis=-1)
+        return [loss, mx.logaddexp(0, sure) - mx.stop_gradient(kept) * sure]
 
 
 def fresh(fields: dict[str, Any]) -> Fresh:

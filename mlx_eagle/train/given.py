@@ -143,11 +143,4 @@ def write_files(
 
 def stored_arrays(checkpoint: DraftCheckpoint) -> dict[str, mx.array]:
     """Read the tensors of a checkpoint in their own types."""
-    arrays: dict[str, mx.array] = {}
-    for file in checkpoint.files:
-        loaded = mx.load(str(file)) if file.suffix == ".safetensors" else {}
-        arrays |= {name: loaded[name] for name in checkpoint.tensors if name in loaded}
-    for name, tensor in checkpoint.tensors.items():
-        if name not in arrays:
-            arrays[name] = tensor.read()
-    return arrays
+    return {name: tensor.read() for name, tensor in checkpoint.tensors.items()}

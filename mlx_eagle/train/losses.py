@@ -4,14 +4,14 @@ They are those of EAGLE-3's trainers and are normalised as there: SpecForge's Ea
 ``LogSoftmaxLoss`` and its LK losses are the reference.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from ..drafters.head import Eagle3Head
 from .chunks import Arrays, chunk_rows, with_weights
-from .compiled import fast_exp, softmax
 from .settings import LossSettings
 from .unroll import unroll
 
@@ -66,6 +66,31 @@ def picked(steps: Iterable[mx.array], rows: mx.array, weights: mx.array) -> tupl
     return found, counts
 
 
+def compared(
+    head: nn.Module,
+    parts: Iterable[str],
+    project: Callable[[mx.array], mx.array],
+    hidden: Arrays,
+    more: Arrays,
+    compare: Callable[..., Arrays],
+) -> Arrays:
+    """Return what ``compare(begin, logits, *more)`` makes of each step's hidden states (K, h).
+
+    ``project`` makes logits of states by the ``parts`` of a head. Rows of all steps are taken a
+    chunk at a time, because logits are the largest arrays there are: from row ``begin`` on,
+    logits (num_steps, k, V) in float32 and as many rows of ``more``. The results are (K,).
+    """
+    num_steps = len(hidden)
+
+    def inner(begin: int, rows: Arrays) -> Arrays:
+        logits = project(mx.concatenate(rows[:num_steps])).astype(mx.float32)
+        return compare(begin, logits.reshape(num_steps, -1, logits.shape[-1]), *rows[num_steps:])
+
+    width = project(hidden[0][:1]).shape[-1]
+    rows = [*hidden, *more]
+    return with_weights(head, parts, inner, rows, chunk_rows(width * num_steps), again=False)
+
+
 def step_losses(
     head: Eagle3Head,
     embeddings: mx.array,
@@ -76,25 +101,37 @@ def step_losses(
     """Compute the loss of every step, (num_steps,) float32, before weighting; see ``unroll``."""
     steps = unroll(head, embeddings, features, settings.num_steps, settings.checkpoint)
     hidden, weights = picked(steps, targets.rows, targets.weights)
-    entropies, rates = _compared(head, hidden, targets, settings)
+
+    def compare(begin: int, logits: mx.array) -> Arrays:
+        own = slice(begin, begin + logits.shape[1])
+        probs = mx.broadcast_to(targets.probs[own], logits.shape)
+        entropies, log_z = cross_entropies(logits, probs)
+        found = list(entropies)
+        if settings.kind != "ce":
+            drafted = mx.exp(logits - log_z[..., None])
+            of_all = probs * targets.shares[own, None]
+            found += list(mx.minimum(of_all, drafted).sum(axis=-1))
+        return found
+
+    found = compared(head, OUTPUT, head.logits, hidden, [], compare)
     losses = []
     for step, counts in enumerate(weights):
-        loss = (entropies[step] * counts).sum() / targets.num_slots
-        if rates:
-            loss = _acceptance_loss(loss, rates[step], counts, targets.counts[step], settings)
+        loss = (found[step] * counts).sum() / targets.num_slots
+        if settings.kind != "ce":
+            rates = found[settings.num_steps + step]
+            loss = _acceptance_loss(loss, rates, counts, targets.counts[step], settings)
         losses.append(loss)
     return mx.stack(losses)
 
 
 @mx.custom_function
 def cross_entropies(logits: mx.array, target: mx.array) -> tuple[mx.array, mx.array]:
-    """Compare logits (..., Vd) with probabilities (..., Vd).
+    """Compare logits (..., Vd) with probabilities (..., Vd), which sum to 1.
 
-    Returns the cross-entropies (...) and the logarithms of the logits' sums of powers (...).
+    Returns the cross-entropies (...) and the logarithms of the logits' sums of powers (...). Its
+    own gradient keeps an array of the logits' size less.
     """
-    largest = logits.max(axis=-1, keepdims=True)
-    log_z = mx.log(fast_exp(logits - largest).sum(axis=-1)) + largest[..., 0]
-    # The target's probabilities sum to 1, so log_z counts once.
+    log_z = mx.logsumexp(logits, axis=-1)
     return log_z - (target * logits).sum(axis=-1), log_z
 
 
@@ -105,7 +142,7 @@ def _entropy_gradients(
 ) -> tuple[mx.array, mx.array]:
     logits, target = primals
     of_entropies, of_log_z = (cotangent[..., None] for cotangent in cotangents)
-    drafted = fast_exp(logits - outputs[1][..., None])
+    drafted = mx.exp(logits - outputs[1][..., None])
     of_logits = (of_entropies + of_log_z) * drafted - of_entropies * target
     return of_logits, -of_entropies * logits
 
@@ -134,12 +171,12 @@ def mixed_losses(
     if labels is not None and "ce" in terms:
         total = total + terms["ce"] * label_entropies(logits, labels)
     if probs is not None and "kl" in terms:
-        entropies, _ = cross_entropies(logits, probs)
         least = -(probs * mx.log(mx.maximum(probs, TINIEST))).sum(axis=-1)
-        total = total + terms["kl"] * (entropies - least)
+        total = total + terms["kl"] * (cross_entropies(logits, probs)[0] - least)
     rejected = terms.get("tv", 0.0) + 2 * terms.get("l1", 0.0)
     if probs is not None and rejected:
-        total = total + rejected * (1 - mx.minimum(probs, softmax(logits)).sum(axis=-1))
+        kept = mx.minimum(probs, mx.softmax(logits, axis=-1)).sum(axis=-1)
+        total = total + rejected * (1 - kept)
     return total
 
 
@@ -162,32 +199,3 @@ def _acceptance_loss(
     rate = (accepted * weights).sum() / count
     share = settings.kl_scale * mx.exp(-settings.kl_decay * mx.stop_gradient(rate))
     return share * entropy + (1 - share) * (1 - rate)
-
-
-def _compared(
-    head: Eagle3Head, hidden: Arrays, targets: TargetBatch, settings: LossSettings
-) -> tuple[Arrays, Arrays]:
-    """Compare each step's hidden states (K, h) with the target.
-
-    Returns each step's cross-entropies (K,) and its acceptance rates (K,), no rates for "ce".
-    Rows of all steps are taken a chunk at a time, because logits are the largest arrays there
-    are.
-    """
-    num_steps = len(hidden)
-    num_drafted = targets.probs.shape[-1]
-
-    def compare(begin: int, rows: Arrays) -> Arrays:
-        own = slice(begin, begin + len(rows[0]))
-        shape = (num_steps, len(rows[0]), num_drafted)
-        logits = head.logits(mx.concatenate(rows)).astype(mx.float32).reshape(shape)
-        probs = mx.broadcast_to(targets.probs[own], shape)
-        entropies, log_z = cross_entropies(logits, probs)
-        if settings.kind == "ce":
-            return list(entropies)
-        drafted = mx.exp(logits - log_z[..., None])
-        of_all = probs * targets.shares[own, None]
-        return [*entropies, *mx.minimum(of_all, drafted).sum(axis=-1)]
-
-    size = chunk_rows(num_drafted * num_steps)
-    found = with_weights(head, OUTPUT, compare, hidden, size, again=False)
-    return found[:num_steps], found[num_steps:]

@@ -63,25 +63,24 @@ class MTPRecipe(ChainRecipe):
         taps = () if head.state_normed else (len(model.layers),)
         super().__init__(settings, student, model, given, HiddenTeacher(model, taps))
         self.weights = self.weights / self.weights.sum()
-        self._names = {}
-        if given.published is not None:
-            own = given.load(model, mx.float32).head
-            self._names = published_names(given.published, own, model)
         self._project = lm_head_of(model, find_embedding(model)[0])
-        self._renamed = renamed(given.published, model) if given.published else {}
         if settings.train_experts:
             self._check_experts()
 
     def _check_experts(self) -> None:
         """Raise ValueError if there are no experts, or they are stored in another form."""
-        trained = dict(tree_flatten(self.student.head.trainable_parameters()))
-        own = {name: array for name, array in trained.items() if EXPERTS in name}
-        stored = [self.published_parts({}, name, array[:1]) for name, array in own.items()]
-        if not own or (self._renamed and not all(stored)):
+        trained = tree_flatten(self.student.head.trainable_parameters())
+        own = [(name, array[:1]) for name, array in trained if EXPERTS in name]
+        came = self.given.published
+        names = {} if came is None else self.published_names(came)
+        if not own or (names and not all(self.published_parts(names, *each) for each in own)):
             what = "stored in a form that is not written here" if own else "none"
             raise ValueError(
                 f"the experts of {self.given.source} are {what}: leave out --train-experts."
             )
+
+    def published_names(self, checkpoint: DraftCheckpoint) -> Mapping[str, str]:
+        return renamed(checkpoint, self.model)
 
     def published_parts(
         self, names: Mapping[str, str], own: str, change: mx.array
@@ -101,8 +100,8 @@ class MTPRecipe(ChainRecipe):
             none = mx.zeros_like(change)
             halves = [change, none] if kind == "gate_proj" else [none, change]
             fused = {f"{path}experts.gate_up_proj": mx.concatenate(halves, axis=-2)}
-        found = alone if alone.keys() <= self._renamed.keys() else fused
-        return {self._renamed[name]: x for name, x in found.items() if name in self._renamed}
+        found = alone if alone.keys() <= names.keys() else fused
+        return {names[name]: x for name, x in found.items() if name in names}
 
     def output_parts(self) -> tuple[str, ...]:
         return () if self.student.head.state_normed else ("norm",)
@@ -123,9 +122,6 @@ class MTPRecipe(ChainRecipe):
             hidden, *made = run_step(head, (), forward, given, before, again)
             past.append(made)
             yield hidden
-
-    def published_names(self, checkpoint: DraftCheckpoint) -> Mapping[str, str]:
-        return self._names
 
 
 class _StepCache:

@@ -19,11 +19,11 @@ from ..drafters.kinds import kind_of
 from ..drafters.target_parts import find_embedding
 from . import eagle3
 from .batches import TokenBatch
-from .chunks import Arrays, chunk_rows, with_weights
+from .chunks import Arrays
 from .compiled import padded
 from .data import Examples
 from .given import Given
-from .losses import OUTPUT, TINY, mixed_losses
+from .losses import OUTPUT, TINY, compared, mixed_losses, picked
 from .published_head import MASKED_FEATURES
 from .settings import LossSettings, TrainSettings
 from .student import Student
@@ -163,22 +163,20 @@ class PEagleRecipe(eagle3.Eagle3Recipe):
     ) -> mx.array:
         again = bool(self.settings.grad_checkpoint)
         states = unroll_masked(head, targets.tokens, features, targets.chosen, again)
-        hidden = [found.reshape(-1, found.shape[-1]) for found in states]
-        hidden[0] = hidden[0][targets.rows]
+        (first,), (weights,) = picked([next(states)], targets.rows, targets.weights)
+        hidden = [first, *(found.reshape(-1, found.shape[-1]) for found in states)]
         flat = [mx.arange(len(targets.rows)), *(x.reshape(-1) for x in targets.places)]
         places = mx.maximum(mx.concatenate(flat), 0)
 
-        def compare(begin: int, rows: Arrays) -> Arrays:
-            logits = head.logits(rows[0]).astype(mx.float32)
-            probs = targets.probs[places[begin : begin + len(logits)]]
-            return [mixed_losses(terms, logits, probs)]
+        def compare(begin: int, logits: mx.array) -> Arrays:
+            probs = targets.probs[places[begin : begin + logits.shape[1]]]
+            return [mixed_losses(terms, logits[0], probs)]
 
         terms = self.settings.losses().terms
-        size = chunk_rows(targets.probs.shape[-1])
         joined = [mx.concatenate(hidden)]
-        (found,) = with_weights(head, OUTPUT, compare, joined, size, again=False)
+        (found,) = compared(head, OUTPUT, head.logits, joined, [], compare)
         parts = mx.split(found, np.cumsum([len(x) for x in flat])[:-1].tolist())
-        counting = [targets.weights, *(x >= 0 for x in flat[1:])]
+        counting = [weights, *(x >= 0 for x in flat[1:])]
         sums = [(x * w).sum() for x, w in zip(parts, counting, strict=True)]
         return mx.stack(sums) / mx.maximum(targets.counts, TINY)
 

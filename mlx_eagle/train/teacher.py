@@ -26,7 +26,7 @@ from ..system.safetensors import save_arrays
 from ..target_model.target import Target, find_final_norm
 from .batches import TokenBatch
 from .chunks import eval_in_chunks
-from .compiled import padded, softmax
+from .compiled import padded
 from .data import Example, Examples
 from .losses import TargetBatch
 from .student import Student
@@ -215,7 +215,9 @@ class Teacher(TargetReader):
         states = mx.pad(mx.concatenate([x["states"] for x in lessons]), [fill, (0, 0)])
         shares = mx.pad(mx.concatenate([x["shares"] for x in lessons]), fill)
         probs = eval_in_chunks(
-            lambda x: softmax(self._output(x).astype(mx.float32)), states, len(self._ids)
+            lambda x: mx.softmax(self._output(x).astype(mx.float32), axis=-1),
+            states,
+            len(self._ids),
         )
         num_slots = mx.array(batch.size * batch.longest / num_ranks, mx.float32)
         return features, TargetBatch(slots, weights, probs, shares, num_slots, counts)

@@ -11,7 +11,6 @@ import mlx.core as mx
 
 from ..drafters.head import DraftAttention, DraftLayer, Eagle3Head
 from .chunks import Arrays, chunk_rows, in_chunks, run_step
-from .compiled import softmax
 
 OUTSIDE = ("lm_head", "input_norm", "fc_norm", "embed_tokens", "mask_hidden")
 """Parts of a head that no step passes states through. ``fc`` is one too if it fuses features."""
@@ -186,7 +185,7 @@ def _attended(
     keys, values = shared
     scores = mx.addmm(unseen, q, keys.swapaxes(-1, -2))
     own = [(q * k).sum(axis=-1, keepdims=True) for k in own_keys]
-    weights = softmax(mx.concatenate([scores, *own], axis=-1))
+    weights = mx.softmax(mx.concatenate([scores, *own], axis=-1), axis=-1, precise=True)
     # One split: the gradient of each separate slice would be as large as all of them.
     parts = mx.split(weights, [keys.shape[-2] + i for i in range(len(own))], axis=-1)
     out = parts[0] @ values
