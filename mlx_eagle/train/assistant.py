@@ -17,7 +17,7 @@ from .chunks import Arrays, run_step
 from .given import Given
 from .settings import TrainSettings
 from .student import HeadFiles, Student
-from .teacher import ROWS_AT_ONCE, HiddenTeacher
+from .teacher import ROWS_AT_ONCE
 from .unroll import known_tokens
 
 TABLE = "embed_tokens."
@@ -30,11 +30,11 @@ class AssistantRecipe(ChainRecipe):
     """An assistant: its own table gives the logits, the target's rows the keys and values."""
 
     def __init__(self, settings: TrainSettings, student: Student, model: nn.Module, given: Given):
-        super().__init__(settings, student, model, given, HiddenTeacher(model, ()))
+        super().__init__(settings, student, model, given)
         self._text = text_of(model)
         self._sources = sources(student.head.config, self._text)
         self._window = self._text.args.sliding_window
-
+        self._kinds = sorted(set(student.head.config.layer_types))
         if settings.train_embeddings:  # what the clusters were made of changes
             student.head._clusters = None
 
@@ -76,36 +76,33 @@ class AssistantRecipe(ChainRecipe):
         """Run the target with caches that keep every row, also of sliding layers."""
         args = self._text.args
         num_owning = args.num_hidden_layers - args.num_kv_shared_layers
-        kinds = sorted(set(self.student.head.config.layer_types))
         parts: list[list[mx.array]] = []
         at_once = max(1, ROWS_AT_ONCE // tokens.shape[1])
         for start in range(0, len(tokens), at_once):
             cache = [KVCache() for _ in range(num_owning)]
             hidden = self._text.model(mx.array(tokens[start : start + at_once]), cache=cache)
             made = [hidden]
-            for kind in kinds:
+            for kind in self._kinds:
                 own = cache[self._sources[kind]]
                 made += [part[..., : own.offset, :] for part in (own.keys, own.values)]
             mx.eval(made)
             parts.append(made)
         hidden, *rows = (mx.concatenate(list(part)) for part in zip(*parts, strict=True))
-        return hidden, targets._replace(keys=tuple(rows[::2]), values=tuple(rows[1::2]))
+        return hidden, targets._replace(seen=tuple(rows))
 
     def steps(
         self, head: Any, embeddings: mx.array, features: mx.array, targets: Any
     ) -> Iterator[mx.array]:
-        kinds = sorted(set(head.config.layer_types))
         columns = mx.arange(embeddings.shape[1])
         slots = columns[:, None]
         seen = columns <= slots  # slot i stands at i + 1, and sees the rows before that
         masks = {FULL: seen, SLIDING: seen & (columns > slots - self._window)}
         offset = 1 if head.config.position == "next" else 0
-        flat = [*targets.keys, *targets.values]
 
         def run(known: mx.array, hidden: mx.array, past: list[Arrays]) -> Arrays:
             (given,) = past
-            pairs = zip(given[: len(kinds)], given[len(kinds) :], strict=True)
-            shared = dict(zip(kinds, pairs, strict=True))
+            pairs = zip(given[::2], given[1::2], strict=True)
+            shared = dict(zip(self._kinds, pairs, strict=True))
             x = head.pre_projection(mx.concatenate([known, hidden], axis=-1))
             for layer, kind in zip(head.layers, head.config.layer_types, strict=True):
                 x, _, _ = layer(x, masks[kind], shared_kv=shared[kind], offset=offset)
@@ -116,5 +113,6 @@ class AssistantRecipe(ChainRecipe):
         for step in range(self.depth):
             given = [known_tokens(embeddings, step), hidden]
             again = self.settings.grad_checkpoint
-            x, hidden = run_step(head, self.output_parts(), run, given, [flat], again)
+            past = [list(targets.seen)]
+            x, hidden = run_step(head, self.output_parts(), run, given, past, again)
             yield x

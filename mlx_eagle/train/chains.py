@@ -29,15 +29,14 @@ class ChainTargets(NamedTuple):
     ``rows`` (K,): slots, numbered b * T + i, whose step 0 drafts the token at i + 2; in step k
     the slot k before each of them does. ``weights`` (K,): 1, or 0 for rows that only fill up.
     ``labels`` (K,): the tokens. ``counts`` (num_steps,): slots that count in each step, averaged
-    over all ranks.
+    over all ranks. ``seen``: keys and values of the target that the steps attend to, in turn.
     """
 
     rows: mx.array
     weights: mx.array
     labels: mx.array
     counts: mx.array
-    keys: tuple[mx.array, ...] = ()
-    values: tuple[mx.array, ...] = ()
+    seen: tuple[mx.array, ...] = ()
 
 
 def chain_targets(batch: TokenBatch, num_steps: int) -> ChainTargets:
@@ -61,10 +60,10 @@ class ChainRecipe(GivenRecipe):
         student: Student,
         model: nn.Module,
         given: Given,
-        teacher: HiddenTeacher,
+        taps: tuple[int, ...] = (),
     ):
         super().__init__(settings, student, model, given)
-        self.teacher = teacher
+        self.teacher = HiddenTeacher(model, taps)
         self.terms = settings.losses().terms
         self.width = int(student.embed(mx.array([0])).shape[-1])
 

@@ -90,15 +90,14 @@ def make_student(
 ) -> Student:
     """Make a fresh head, or take that of --init, with the draft vocabulary that is asked for."""
     _, vocab_size = find_embedding(model)
+    size = settings.draft_vocab_size
     if settings.init is None:
-        size = settings.draft_vocab_size or min(DEFAULT_VOCABULARY, vocab_size)
-        none = np.array([], np.int32)
-        ids = resized_vocabulary(examples.train, none, size, vocab_size)
+        size = size or min(DEFAULT_VOCABULARY, vocab_size)
+        ids = resized_vocabulary(examples.train, np.array([], np.int32), size, vocab_size)
         return fresh_student(model, config, ids, settings)
     student = student_from(settings.init, model, settings.model)
     ids = np.array(student.ids)
-    size = settings.draft_vocab_size
-    if size is None or size == len(ids):
+    if size in (None, len(ids)):
         return student
     resize = widened if size > len(ids) else narrowed
     return resize(student, model, resized_vocabulary(examples.train, ids, size, vocab_size))
@@ -110,13 +109,12 @@ def make_teacher(
     """Make the teacher, with its cache if one is asked for and there is room for it."""
     kind = settings.losses().kind
     needs_sums = kind not in ("ce", "kl")
-    teacher = Teacher(model, student.taps, student.ids, needs_sums)
+    taught = (model, student.taps, student.ids)
+    teacher = Teacher(*taught, needs_sums)
     if settings.cache_features is None:
         return teacher
     bits = settings.cache_bits
-    name = cache_name(
-        examples, model, student.taps, student.ids, kind if needs_sums else "ce", bits
-    )
+    name = cache_name(examples, *taught, kind if needs_sums else "ce", bits)
     cache = Path(settings.cache_features).expanduser() / name
     cache.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(cache).free

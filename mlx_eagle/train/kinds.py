@@ -75,7 +75,7 @@ class TrainedKind:
 
 LORA = ("fine_tune_type", "lora_rank", "lora_scale")
 EAGLE = ("draft_vocab_size", "aux_layers", "intermediate_size", "cache_features", "cache_bits")
-SHAPE = ("block_size", "mask_token_id", "num_layers", "intermediate_size")
+SHAPE = ("block_size", "num_layers", "intermediate_size")
 GO_WITH = {
     "gamma": ("position_weights", "decay"),
     "lora_rank": ("fine_tune_type", "lora"),
@@ -99,7 +99,7 @@ DFLASH = TrainedKind(
     block.BlockRecipe,
     block.FROZEN,
     defaults=BLOCKS,
-    flags=("gamma", *SHAPE, *LORA),
+    flags=("gamma", "mask_token_id", *SHAPE, *LORA),
     losses=("ce",),
     fresh=block.fresh_dflash,
     fresh_rate=6e-4,
@@ -173,9 +173,8 @@ def check_kind(name: str, source: str | None) -> None:
     """Raise ValueError if drafters of that kind are not trained, or not made anew."""
     title = title_of(name)
     if name not in TRAINED:
-        known = " and ".join([", ".join(list(TRAINED)[:-1]), list(TRAINED)[-1]])
         what = f"{source} is {title}" if source else f"--kind is {name}"
-        raise ValueError(f"{what}, and only {known} are trained here: name another drafter.")
+        raise ValueError(f"{what}, and only {', '.join(TRAINED)} are trained here: name another.")
     row = TRAINED[name]
     if source is None and row.make_student is None and row.fresh is None:
         raise ValueError(
@@ -191,9 +190,7 @@ def filled(settings: TrainSettings, kind: str) -> TrainSettings:
     for name in given:
         if name in BY_KIND and name not in row.settings:
             raise ValueError(f"{flag_of(name)} is not for {title_of(kind)}: leave it out.")
-        # A given drafter may get masked slots: see ``with_mask``.
-        is_mask = name == "mask_token_id" and bool(row.of)
-        if name in (*SHAPE, "aux_layers") and settings.init is not None and not is_mask:
+        if name in (*SHAPE, "aux_layers") and settings.init is not None:
             raise ValueError(KEPT.format(flag_of(name)))
         if name in row.more and settings.fine_tune_type == "lora":
             raise ValueError(

@@ -22,7 +22,6 @@ from .chunks import Arrays, run_step
 from .given import Given
 from .settings import TrainSettings
 from .student import Student
-from .teacher import HiddenTeacher
 from .unroll import known_tokens
 
 EXPERTS = "switch_mlp."  # of names in mlx-lm's layers, which hold all experts in a matrix
@@ -61,7 +60,7 @@ class MTPRecipe(ChainRecipe):
                 "trained here: begin with another drafter."
             )
         taps = () if head.state_normed else (len(model.layers),)
-        super().__init__(settings, student, model, given, HiddenTeacher(model, taps))
+        super().__init__(settings, student, model, given, taps)
         self.weights = self.weights / self.weights.sum()
         self._project = lm_head_of(model, find_embedding(model)[0])
         if settings.train_experts:

@@ -148,15 +148,9 @@ class PEagleRecipe(eagle3.Eagle3Recipe):
             places.append(mx.array(place))
             before = own
         num_elements = is_real.sum() + sum(int((x >= 0).sum()) for x in places)
-        return features, ElementTargets(
-            mx.array(batch.tokens),
-            taught.rows,
-            taught.weights,
-            taught.probs,
-            tuple(chosen),
-            tuple(places),
-            mx.array([float(num_elements)]),
-        )
+        counts = mx.array([float(num_elements)])
+        elements = (tuple(chosen), tuple(places), counts)
+        return features, ElementTargets(mx.array(batch.tokens), *taught[:3], *elements)
 
     def losses(
         self, head: Any, embeddings: mx.array, features: mx.array, targets: ElementTargets
