@@ -46,18 +46,7 @@ class AssistantRecipe(ChainRecipe):
         return head.embed_tokens.as_linear(hidden)
 
     def choose(self, head: Assistant, hidden: mx.array) -> mx.array:
-        logits = self.logits(head, hidden)
-        clusters = head._clusters
-        if clusters is not None:
-            best = head.config.centroid_top_k
-            found = mx.argpartition(-head.centroids(hidden), best - 1, axis=-1)[:, :best]
-            shape = (len(hidden), head.config.num_centroids)
-            is_open = mx.put_along_axis(mx.zeros(shape), found, mx.array(1.0), axis=1)
-            numbers = mx.arange(clusters.shape[0])[:, None]
-            of_token = mx.zeros((clusters.size,), mx.int32)
-            of_token[clusters.reshape(-1)] = mx.broadcast_to(numbers, clusters.shape).reshape(-1)
-            logits = mx.where(mx.take(is_open, of_token, axis=1) > 0, logits, -mx.inf)
-        return mx.argmax(logits, axis=-1)
+        return mx.argmax(head.logits(hidden), axis=-1)
 
     def to_write(self, config: Mapping[str, Any], arrays: dict[str, mx.array]) -> HeadFiles:
         """Leave the clusters out where the table that they were made of has been trained."""

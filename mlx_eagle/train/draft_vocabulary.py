@@ -47,47 +47,36 @@ def coverage(examples: Sequence[Example], ids: mx.array) -> float:
     return sum(token in known for token in answers) / max(1, len(answers))
 
 
-def widened(student: Student, model: nn.Module, ids: np.ndarray) -> Student:
-    """Let a head draft ``ids`` (ascending), which include all that it can draft already.
+def resized(student: Student, model: nn.Module, ids: np.ndarray) -> Student:
+    """Let a head draft ``ids`` (ascending): a part of what it can draft, or that and more.
 
-    It has learnt nothing about the new tokens. Their rows of the output matrix are made from the
+    It has learnt nothing about new tokens. Their rows of the output matrix are made from the
     target's, by the affine map that best takes the target's rows of the old tokens to the head's.
-    """
-    head = student.head
-    embedding, _ = find_embedding(model)
-    own = np.array(head.lm_head.weight, np.float64)
-    theirs = rows_of_lm_head(model, embedding, mx.array(ids))["lm_head.weight"]
-    rows = np.array(theirs.astype(mx.float32), np.float64)
-    rows = np.pad(rows, [(0, 0), (0, 1)], constant_values=1)
-    known = np.isin(ids, np.array(student.ids))
-    # The ids of a head need not be in order.
-    own = own[np.argsort(np.array(student.ids))]
-    seen = rows[known].T @ rows[known]
-    seen += np.eye(len(seen)) * (RIDGE * np.trace(seen) / len(seen))
-    weight = rows @ np.linalg.solve(seen, rows[known].T @ own)
-    weight[known] = own
-    head.lm_head.weight = mx.array(weight.astype(np.float32))
-    is_all = np.array_equal(ids, np.arange(len(ids)))
-    head.config = replace(head.config, draft_vocab_size=len(ids), has_d2t=not is_all)
-    return replace(student, ids=mx.array(ids))
-
-
-def narrowed(student: Student, model: nn.Module, ids: np.ndarray) -> Student:
-    """Let a head draft only ``ids`` (ascending), out of all that it can draft.
-
     A head that uses the target's output matrix gets rows of its own, which are then trained.
     """
     head = student.head
+    embedding, _ = find_embedding(model)
+    theirs = rows_of_lm_head(model, embedding, mx.array(ids))["lm_head.weight"]
+    theirs = theirs.astype(mx.float32)
     if head.config.lm_head_source == "target":
-        embedding, _ = find_embedding(model)
-        rows = rows_of_lm_head(model, embedding, mx.array(ids))
-        weight = rows["lm_head.weight"].astype(mx.float32)
-        head.lm_head = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+        head.lm_head = nn.Linear(*theirs.shape[::-1], bias=False)
+        head.lm_head.weight = theirs
     else:
-        places = {token: place for place, token in enumerate(student.ids.tolist())}
-        weight = head.lm_head.weight[mx.array([places[token] for token in ids.tolist()])]
-    head.lm_head.weight = weight
+        old = np.array(student.ids)
+        known = np.isin(ids, old)
+        order = np.argsort(old)  # the ids of a head need not be in order
+        own = np.array(head.lm_head.weight, np.float64)[order]
+        own = own[np.isin(old[order], ids)]
+        weight = own
+        if not known.all():
+            rows = np.pad(np.array(theirs, np.float64), [(0, 0), (0, 1)], constant_values=1)
+            seen = rows[known].T @ rows[known]
+            seen += np.eye(len(seen)) * (RIDGE * np.trace(seen) / len(seen))
+            weight = rows @ np.linalg.solve(seen, rows[known].T @ own)
+            weight[known] = own
+        head.lm_head.weight = mx.array(weight.astype(np.float32))
+    has_d2t = len(ids) < head.config.vocab_size
     head.config = replace(
-        head.config, draft_vocab_size=len(ids), has_d2t=True, lm_head_source="file"
+        head.config, draft_vocab_size=len(ids), has_d2t=has_d2t, lm_head_source="file"
     )
     return replace(student, ids=mx.array(ids))

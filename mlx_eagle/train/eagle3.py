@@ -15,7 +15,7 @@ from ..drafters.target_parts import find_embedding
 from ..system.ranks import is_first
 from .batches import TokenBatch
 from .data import Examples
-from .draft_vocabulary import narrowed, resized_vocabulary, widened
+from .draft_vocabulary import resized, resized_vocabulary
 from .given import Given, write_published
 from .losses import TargetBatch, step_losses
 from .memory import amount
@@ -99,8 +99,8 @@ def make_student(
     ids = np.array(student.ids)
     if size in (None, len(ids)):
         return student
-    resize = widened if size > len(ids) else narrowed
-    return resize(student, model, resized_vocabulary(examples.train, ids, size, vocab_size))
+    ids = resized_vocabulary(examples.train, ids, size, vocab_size)
+    return resized(student, model, ids)
 
 
 def make_teacher(

@@ -17,11 +17,8 @@ def train_only(head: nn.Module, is_wanted: Callable[[str], bool]) -> None:
     """Freeze all parameters of a head but those whose names are wanted."""
     head.freeze()
     for path, module in head.named_modules():
-        own = [key for key, value in module.items() if isinstance(value, mx.array)]
-        names = {key: f"{path}.{key}" if path else key for key in own}
-        wanted = [key for key, name in names.items() if is_wanted(name)]
-        if wanted:
-            module.unfreeze(recurse=False, keys=wanted)
+        wanted = [key for key in module if is_wanted(f"{path}.{key}".lstrip("."))]
+        module.unfreeze(recurse=False, keys=wanted)
 
 
 def add_lora(head: nn.Module, is_wanted: Callable[[str], bool], rank: int, scale: float) -> None:

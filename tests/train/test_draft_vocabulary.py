@@ -13,7 +13,7 @@ from training import VOCAB, chats, write_data, write_target
 import mlx_eagle
 from mlx_eagle.train import train
 from mlx_eagle.train.__main__ import main
-from mlx_eagle.train.draft_vocabulary import narrowed, widened
+from mlx_eagle.train.draft_vocabulary import resized
 from mlx_eagle.train.student import student_from
 
 RUN = {
@@ -46,7 +46,7 @@ def test_rows_of_new_tokens(folders):
     ids = np.array(before.ids)
     rows = np.array(before.head.lm_head.weight)
     new = np.setdiff1d(np.arange(0, VOCAB, 2), ids)
-    after = widened(before, model, np.sort(np.concatenate([ids, new])).astype(np.int32))
+    after = resized(before, model, np.sort(np.concatenate([ids, new])).astype(np.int32))
     found = dict(
         zip(np.array(after.ids).tolist(), np.array(after.head.lm_head.weight), strict=True)
     )
@@ -102,7 +102,7 @@ def test_a_narrowed_head_says_of_what_is_left_what_it_said(folders, tmp_path, sh
     kept = np.sort(np.array(before.ids)[::3])
     states = mx.random.normal((5, before.head.config.hidden_size))
     said = np.array(before.head.logits(states))
-    after = narrowed(before, model, kept)
+    after = resized(before, model, kept)
     found = np.array(after.head.logits(states))
     assert np.array_equal(np.array(after.ids), kept) and found.shape == (5, len(kept))
     assert np.abs(found - said[:, np.searchsorted(np.array(before.ids), kept)]).max() <= 1e-5
