@@ -156,9 +156,8 @@ KEPT = "{} is of fresh drafters, and --init keeps that of the one it names: leav
 
 def title_of(kind: str) -> str:
     """Name a kind for people, with its article."""
-    if kind in TRAINED and TRAINED[kind].title:
-        return TRAINED[kind].title
-    return KINDS[kind].title if kind in KINDS else f"a {kind} drafter"
+    own = TRAINED[kind].title if kind in TRAINED else ""
+    return own or (KINDS[kind].title if kind in KINDS else f"a {kind} drafter")
 
 
 def trained_as(given: Given, wanted: str | None) -> str:

@@ -41,28 +41,19 @@ class TargetBatch(NamedTuple):
     counts: mx.array
 
 
-def slots_at(
-    rows: mx.array, weights: mx.array, length: int, step: int
-) -> tuple[mx.array, mx.array]:
-    """Return the slots that count in a step, (K,), and their weights; see ``TargetBatch.rows``.
-
-    Rows 1, 5 and 6 of texts of 5 slots give in step 1: slots 0, none (5 begins a text), 5.
-    """
-    counts = (rows % length >= step) & (weights > 0)
-    return mx.where(counts, rows - step, 0), weights * counts
-
-
 def picked(steps: Iterable[mx.array], rows: mx.array, weights: mx.array) -> tuple[Arrays, Arrays]:
     """Return each step's hidden states (K, h) in the slots that count, and their weights (K,).
 
     ``steps`` yield hidden states (B, T, h); ``rows`` and ``weights`` are as in ``TargetBatch``.
+    Rows 1, 5 and 6 of texts of 5 slots are in step 1 slots 0, none (5 begins a text), and 5.
     """
     found: Arrays = []
     counts: Arrays = []
     for step, hidden in enumerate(steps):
-        slots, own = slots_at(rows, weights, hidden.shape[1], step)
+        is_there = (rows % hidden.shape[1] >= step) & (weights > 0)
+        slots = mx.where(is_there, rows - step, 0)
         found.append(hidden.reshape(-1, hidden.shape[-1])[slots])
-        counts.append(own)
+        counts.append(weights * is_there)
     return found, counts
 
 
