@@ -50,7 +50,7 @@ class TrainedKind:
 
     recipe: Callable[..., Recipe]
     frozen: tuple[str, ...] = ()
-    names: Callable[..., dict[str, str]] | None = None
+    names: Callable[..., set[str]] | None = None
     defaults: dict[str, Any] = field(default_factory=dict)
     flags: tuple[str, ...] = ()
     losses: tuple[str, ...] = ()
@@ -127,7 +127,7 @@ TRAINED: dict[str, TrainedKind] = {
     "mtp": TrainedKind(
         mtp.MTPRecipe,
         mtp.FROZEN,
-        mtp.published_names,
+        mtp.published_alike,
         defaults=MTP,
         flags=LORA,
         losses=MIXED,
@@ -235,7 +235,7 @@ def student_of(settings: TrainSettings, given: Given, model: nn.Module) -> Stude
     names = {name for name, _ in tree_flatten(head.parameters())}
     wanted = {name for name in names if not any(part in name for part in row.frozen)}
     if row.names is not None and given.published is not None:
-        wanted &= row.names(given.published, head, model).keys()
+        wanted &= row.names(given.published, head, model)
     for flag, part in row.more.items():
         wanted |= {name for name in names if part in name and getattr(settings, flag)}
     train_only(head, wanted.__contains__)

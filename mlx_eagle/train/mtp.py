@@ -35,17 +35,11 @@ def renamed(checkpoint: DraftCheckpoint, model: nn.Module) -> dict[str, str]:
     return family_of(model).renamed(own, len(model.layers))
 
 
-def published_names(
-    checkpoint: DraftCheckpoint, head: nn.Module, model: nn.Module
-) -> dict[str, str]:
-    """Find the parameters of a head that are published as they are, or turned or less one."""
-    named = renamed(checkpoint, model)
+def published_alike(checkpoint: DraftCheckpoint, head: nn.Module, model: nn.Module) -> set[str]:
+    """Name the parameters of a head that are published as they are, or turned or less one."""
     shapes = shapes_of(head)
-    return {
-        name: theirs
-        for name, theirs in named.items()
-        if shapes.get(name) == tuple(checkpoint.tensors[theirs].shape)
-    }
+    theirs = {own: checkpoint.tensors[name] for own, name in renamed(checkpoint, model).items()}
+    return {own for own, tensor in theirs.items() if shapes.get(own) == tuple(tensor.shape)}
 
 
 class MTPRecipe(ChainRecipe):

@@ -331,7 +331,7 @@ def test_a_head_is_taken_further(target, data, tmp_path):
     assert configs[1]["draft_vocab_size"] == 64
     assert configs[1]["training"]["init"] == "first"
     run = {**run, "init": str(tmp_path / "first"), "aux_layers": (0, 1, 2)}
-    with pytest.raises(ValueError, match="keeps the shape"):
+    with pytest.raises(ValueError, match="is of fresh drafters, and --init keeps"):
         train(str(target), str(data), str(tmp_path / "x"), **run)
 
 
