@@ -1,7 +1,4 @@
-"""Report files: what the benchmark writes is what the schema allows, and damage is a sentence.
-
-jsonschema judges the same schema independently.
-"""
+"""Report files: what the benchmark writes is what the schema allows, and damage is a sentence."""
 
 import copy
 import json
@@ -13,7 +10,7 @@ from test_bench_command import call
 
 from mlx_eagle.bench import __main__ as command
 from mlx_eagle.bench import report_file
-from mlx_eagle.bench.report_file import check_report, public_name, read_report
+from mlx_eagle.bench.report_file import public_name, read_report
 
 ROOT = Path(__file__).parents[2]
 SCHEMA = json.loads(report_file.SCHEMA.read_text())
@@ -90,10 +87,8 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("path", DAMAGE)
-def test_damage_is_refused_in_a_sentence_as_jsonschema_refuses_it(path, tmp_path, capsys):
+def test_damage_is_refused_in_a_sentence(path, tmp_path, capsys):
     report = changed(read_report(FILES[0]), path, DAMAGE[path])
-    with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate(report, SCHEMA)
     file = tmp_path / "damaged.json"
     file.write_text(json.dumps(report))
     with pytest.raises(SystemExit) as stop:
@@ -106,27 +101,17 @@ def test_damage_is_refused_in_a_sentence_as_jsonschema_refuses_it(path, tmp_path
 @pytest.mark.parametrize(
     "path, value, words",
     [
-        ("runs/0/identical", 99, "expected at most 4"),
-        ("runs/0/drafter", "another", "runs.0..drafter is .another., expected one of"),
+        ("runs/0/identical", 99, "of runs.0. more texts are identical than there are"),
+        ("runs/0/drafter", "another", "the drafter of runs.0. is none of"),
     ],
 )
-def test_figures_that_contradict_each_other(path, value, words):
+def test_figures_that_contradict_each_other(path, value, words, tmp_path):
     report = changed(read_report(FILES[0]), path, value)
     jsonschema.validate(report, SCHEMA)  # which cannot say it
+    file = tmp_path / "x.json"
+    file.write_text(json.dumps(report))
     with pytest.raises(ValueError, match=words):
-        check_report(report, "x.json")
-
-
-def test_every_keyword_of_the_schema_is_checked():
-    known = {"$schema", "title", "type", "enum", "required", "properties", "items"}
-    known |= {"additionalProperties", *report_file.BOUNDS}
-
-    def keywords(schema: dict) -> set[str]:
-        inner = [*schema.get("properties", {}).values()]
-        inner += [v for k in ("items", "additionalProperties") if (v := schema.get(k))]
-        return set(schema).union(*map(keywords, inner))
-
-    assert keywords(SCHEMA) <= known
+        read_report(file)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "\x00", '{"format": NaN}'])
