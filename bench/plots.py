@@ -1,6 +1,6 @@
 """Plots of a document of results, and the picture for a README, drawn with matplotlib."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle, product
 from pathlib import Path
 from statistics import mean
@@ -17,86 +17,53 @@ from matplotlib.figure import Figure
 
 from .summary import chains, suffixed, views
 
-STYLE = Path(__file__).parent / "plots.mplstyle"
+STYLE = Path(__file__).with_name("plots.mplstyle")
+PICTURE_STYLE = Path(__file__).with_name("picture.mplstyle")
 GREY = "#8a8a8a"  # plain decoding; C0 to C5 are the colours of the style
 WIDE = (11, 4.4)  # inches, of two plots side by side
 SINGLE = (6.6, 4.4)
 
-# At least 3 to 1 against white and against nearly black.
-PICTURE_TEXT = "#7d828a"
-PICTURE_GREY = "#8a8f98"
-PICTURE_BLUE = "#2f7fd6"
-PICTURE_ORANGE = "#c8701a"
-PICTURE_STYLE = {
-    "font.size": 13,
-    "axes.titlesize": 14,
-    "legend.fontsize": 11,
-    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.titlecolor"), PICTURE_TEXT),
-    **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), PICTURE_TEXT),
-}
+Result = Mapping[str, Any]
 
 
-def draw_all(document: Mapping[str, Any], folder: Path) -> dict[str, Path]:
+def draw_all(document: Result, folder: Path) -> dict[str, Path]:
     """Draw every plot that the results allow, each as an SVG and a PNG; the SVG files by name.
 
     A name ends with the number of the drafter and that of the scenario, if there are several.
     """
-    todo = []
+    todo: list[tuple[Callable[[Any], Figure | None], str, Any]] = []
     for suffix, scenario in suffixed(document["scenarios"]):
-        todo += [(plot.__name__ + suffix, plot, scenario) for plot in SCENARIO_PLOTS]
+        todo += [(plot, suffix, scenario) for plot in (side_by_side, tokens_per_second)]
         for drafter, view in views(scenario):
-            todo += [(plot.__name__ + drafter + suffix, plot, view) for plot in COST_PLOTS]
+            plots = (speedup, verify_cost, acceptance, round_time)
+            todo += [(plot, drafter + suffix, view) for plot in plots]
     if "serving" in document:
-        todo.append(("serving", serving, document["serving"]))
+        todo.append((serving, "", document["serving"]))
     files = {}
     with plt.style.context(STYLE):
-        for name, draw, shown in todo:
-            figure = draw(shown)
+        for plot, suffix, shown in todo:
+            figure = plot(shown)
             if figure is not None:
-                files[name] = folder / f"{name}.svg"
-                figure.savefig(files[name])
-                figure.savefig(folder / f"{name}.png")
+                file = folder / f"{plot.__name__}{suffix}.svg"
+                files[file.stem] = file
+                figure.savefig(file)
+                figure.savefig(file.with_suffix(".png"))
                 plt.close(figure)
     return files
 
 
-def legend_below(axes: Axes, columns: int = 1) -> None:
-    """Draw the legend under the axes, and under their label if there is one."""
+def finish(axes: Axes, top: float = 1.06, columns: int = 1, **words: Any) -> None:
+    """Set title and labels, begin the y axis at 0, leave room above, draw the legend below."""
+    axes.set(**words)
+    axes.set_ylim(0, top * axes.get_ylim()[1])
     below = -0.16 if axes.get_xlabel() else -0.1
     axes.legend(ncols=columns, loc="upper center", bbox_to_anchor=(0.5, below))
-
-
-def leave_room(axes: Axes, factor: float) -> None:
-    """Begin the y axis at 0, and make it longer by a factor."""
-    axes.set_ylim(0, factor * axes.get_ylim()[1])
-
-
-def bars(
-    axes: Axes, names: Sequence[str], series: Sequence[tuple[str, str, Sequence[float]]]
-) -> list[Any]:
-    """Draw a group of bars per name; ``series`` have a label, a colour and a value per name."""
-    width = 0.8 / len(series)
-    drawn = []
-    for index, (label, colour, values) in enumerate(series):
-        xs = np.arange(len(names)) + (index - (len(series) - 1) / 2) * width
-        drawn.append(axes.bar(xs, values, 0.92 * width, color=colour, label=label))
-    axes.set_ylabel("tokens per second")
-    axes.set_xticks(range(len(names)), names)
-    axes.grid(axis="x", visible=False)
-    legend_below(axes, min(4, len(series)))
-    return drawn
-
-
-def write_above(axes: Axes, words: str, x: float, y: float, colour: str) -> None:
-    """Write a few words above a point."""
-    place = {"textcoords": "offset points", "xytext": (0, 9), "ha": "center"}
-    axes.annotate(words, (x, y), fontsize=9, color=colour, **place)
 
 
 # --- costs of one drafter -----------------------------------------------------------------------
 
 
-def speedup(view: Mapping[str, Any]) -> Figure | None:
+def speedup(view: Result) -> Figure | None:
     """Speedup and mean acceptance length against k: measured, and as the cost model has it."""
     found = [c for c in chains(view["configurations"]) if c["overall"]["speedup"]]
     if not found:
@@ -120,57 +87,53 @@ def speedup(view: Mapping[str, Any]) -> Figure | None:
     right.plot(sizes, taus, "C0o", zorder=3, label="measured")
     left.axhline(1.0, color=GREY, lw=1.2, label="plain decoding")
     looks = cycle(product(("-.", "-"), ("C3", "C1", "C4")))  # those that the curves leave
-    drawn = ("auto", "copies", "tree", "exact")
-    others = [c for c in view["configurations"] if c["kind"] in drawn]
+    kinds = ("auto", "copies", "tree", "exact")
+    others = [c for c in view["configurations"] if c["kind"] in kinds and c["overall"]["speedup"]]
     for configuration, (style, colour) in zip(others, looks, strict=False):
         value = configuration["overall"]["speedup"]
-        if value:
-            label = f"{configuration['label']}: {value:.2f}"
-            left.axhline(value, color=colour, lw=1.6, ls=style, label=label)
-    left.set(ylabel="speedup over plain decoding", title="Speedup")
-    right.set(ylabel="tau", title="Mean acceptance length (tau)")
-    for axes in (left, right):
-        axes.set(xlabel="draft length k", xticks=sorted({*sizes, *ks}))
-        leave_room(axes, 1.06)
-        legend_below(axes)
+        label = f"{configuration['label']}: {value:.2f}"
+        left.axhline(value, color=colour, lw=1.6, ls=style, label=label)
+    ticks = {"xlabel": "draft length k", "xticks": sorted({*sizes, *ks})}
+    finish(left, ylabel="speedup over plain decoding", title="Speedup", **ticks)
+    finish(right, ylabel="tau", title="Mean acceptance length (tau)", **ticks)
     return figure
 
 
-def verify_cost(view: Mapping[str, Any]) -> Figure:
+def verify_cost(view: Result) -> Figure:
     """c(R) between its two extremes, flat and linear."""
     rows, costs = zip(*view["costs"]["verify_cost"].items(), strict=True)
     figure, axes = plt.subplots(figsize=SINGLE)
     axes.plot(rows, rows, ":", color=GREY, label="linear: every row costs a pass of its own")
     axes.axhline(1.0, color=GREY, ls="--", label="flat: rows are free")
     axes.plot(rows, costs, "C0o-", label="measured")
-    for row, cost in zip(rows, costs, strict=True):
-        write_above(axes, f"{cost:.2f}", row, cost, "C0")
-    axes.set(
-        xlabel="rows R of one verify pass (k + 1)",
-        ylabel="c(R) = T(R) / T(1)",
-        title="What verifying R tokens costs",
-        xticks=rows,
-        ylim=(0, max(1.6, 1.25 * max(costs))),
-    )
-    legend_below(axes)
+    write_above(axes, [f"{cost:.2f}" for cost in costs], rows, costs, "C0")
+    axes.set_ylim(0, max(1.6, 1.25 * max(costs)))
+    words = {"xlabel": "rows R of one verify pass (k + 1)", "ylabel": "c(R) = T(R) / T(1)"}
+    finish(axes, 1.0, title="What verifying R tokens costs", xticks=rows, **words)
     return figure
 
 
-def acceptance(view: Mapping[str, Any]) -> Figure | None:
+def write_above(axes: Axes, words: Sequence[str], xs: Any, ys: Any, colour: str) -> None:
+    """Write a few words above each point."""
+    place = {"textcoords": "offset points", "xytext": (0, 9), "ha": "center"}
+    for text, *point in zip(words, xs, ys, strict=True):
+        axes.annotate(text, point, fontsize=9, color=colour, **place)
+
+
+def acceptance(view: Result) -> Figure | None:
     """Acceptance of the longest chain by position: given the one before, and from the root."""
     found = chains(view["configurations"])
     if not found:
         return None
     longest = found[-1]
     figure, panels = plt.subplots(1, 2, figsize=WIDE, sharey=True)
-    titles = {
-        "acceptance_by_position": "Given that the one before was accepted",
-        "cumulative_acceptance_by_position": "Of all rounds",
-    }
     shown = dict(longest["sets"])
     if len(shown) > 1:
         shown["overall"] = longest["overall"]
-    for axes, (key, title) in zip(panels, titles.items(), strict=True):
+    for axes, key, title in (
+        (panels[0], "acceptance_by_position", "Given that the one before was accepted"),
+        (panels[1], "cumulative_acceptance_by_position", "Of all rounds"),
+    ):
         for name, figures in shown.items():
             colour = "#222222" if name == "overall" else None
             positions = range(1, len(figures[key]) + 1)
@@ -183,7 +146,7 @@ def acceptance(view: Mapping[str, Any]) -> Figure | None:
     return figure
 
 
-def round_time(view: Mapping[str, Any]) -> Figure | None:
+def round_time(view: Result) -> Figure | None:
     """One round in parts, for every k, and a plain step."""
     found = [c for c in chains(view["configurations"]) if "time_split" in c["overall"]]
     plain = view["plain_step_measured"]
@@ -199,19 +162,15 @@ def round_time(view: Mapping[str, Any]) -> Figure | None:
         bottoms += heights
     taus = [f"{c['overall']['mean_acceptance_length']:.2f} tokens" for c in found]
     axes.bar_label(drawn, taus, padding=4)
-    axes.set(ylabel="milliseconds", title="Where a round's time goes")
-    axes.set_ylim(0, 1.15 * max([1e3 * plain, *bottoms]))
     axes.grid(axis="x", visible=False)
-    legend_below(axes, 4)
+    finish(axes, 1.1, 4, ylabel="milliseconds", title="Where a round's time goes")
     return figure
 
-
-COST_PLOTS = (speedup, verify_cost, acceptance, round_time)
 
 # --- a scenario ---------------------------------------------------------------------------------
 
 
-def side_by_side(scenario: Mapping[str, Any]) -> Figure | None:
+def side_by_side(scenario: Result) -> Figure | None:
     """Speed, mean acceptance length and memory of each of several drafters, the fastest on top."""
     rows = scenario["side_by_side"][::-1]
     if not rows:
@@ -233,33 +192,51 @@ def side_by_side(scenario: Mapping[str, Any]) -> Figure | None:
     return figure
 
 
-def tokens_per_second(scenario: Mapping[str, Any]) -> Figure | None:
+def tokens_per_second(scenario: Result) -> Figure | None:
     """Plain decoding and every configuration, set by set."""
     configurations = timed(scenario)
     if not configurations:
         return None
-    names = list(configurations[0]["sets"])
-    # Plain ran between the runs of every configuration; the bar is the mean of those medians.
-    plain = [mean(c["sets"][name]["plain_tps"] for c in configurations) for name in names]
-    series = [("plain (mlx-lm)", GREY, plain)]
-    for i, c in enumerate(configurations):
-        series.append((c["label"], f"C{i}", [own["tps"] for own in c["sets"].values()]))
-    figure, axes = plt.subplots(figsize=(max(6.6, 1.1 * len(names) * len(series)), 4.4))
-    for drawn in bars(axes, names, series):
-        axes.bar_label(drawn, fmt="{:.3g}", padding=3, fontsize=8)
-    axes.set_title("Speed by prompt set")
+    looks = [(c, c["label"], f"C{i}") for i, c in enumerate(configurations)]
+    num_bars = len(configurations[0]["sets"]) * (len(looks) + 1)
+    figure, axes = plt.subplots(figsize=(max(6.6, 1.1 * num_bars), 4.4))
+    bars(axes, looks, GREY, "{0:.3g}", 8)
+    finish(axes, 1.0, min(4, len(looks) + 1), title="Speed by prompt set")
     return figure
 
 
-SCENARIO_PLOTS = (side_by_side, tokens_per_second)
-
-
-def timed(scenario: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def timed(scenario: Result) -> list[Result]:
     """The configurations that have a speed in every set."""
     return [c for c in scenario["configurations"] if all(f["tps"] for f in c["sets"].values())]
 
 
-def shown(configurations: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def bars(
+    axes: Axes, looks: Sequence[tuple[Result, str, str]], grey: str, words: str, size: int
+) -> None:
+    """Draw a group of bars per set: plain decoding, then configurations with label and colour.
+
+    ``words`` above a bar of this font ``size`` may hold the speed {0} and the ratio {1}.
+    """
+    sets = looks[0][0]["sets"]
+    # Plain ran between the runs of every configuration; the bar is the mean of those medians.
+    plain = [(mean(c["sets"][name]["plain_tps"] for c, *_ in looks), None) for name in sets]
+    series = [(plain, "plain (mlx-lm)", grey)]
+    for configuration, label, colour in looks:
+        values = [(own["tps"], own["speedup"]) for own in configuration["sets"].values()]
+        series.append((values, label, colour))
+    width = 0.8 / len(series)
+    for i, (values, label, colour) in enumerate(series):
+        xs = np.arange(len(sets)) + (i - (len(series) - 1) / 2) * width
+        heights = [tps for tps, _ in values]
+        drawn = axes.bar(xs, heights, 0.92 * width, color=colour, label=label)
+        above = [words.format(*each) if each[1] else f"{each[0]:.3g}" for each in values]
+        axes.bar_label(drawn, above, padding=3, fontsize=size, color=colour)
+    axes.set_ylabel("tokens per second")
+    axes.set_xticks(range(len(sets)), [name.replace("_", " ") for name in sets])
+    axes.grid(axis="x", visible=False)
+
+
+def shown(configurations: Sequence[Result]) -> list[Result]:
     """One configuration without copies and one with: "auto" if it was timed, else the fastest."""
     best = []
     for copies in (False, True):
@@ -271,7 +248,7 @@ def shown(configurations: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]
     return best
 
 
-def draw_picture(document: Mapping[str, Any], path: Path) -> None:
+def draw_picture(document: Result, path: Path) -> None:
     """Draw the speed of plain and drafted decoding per prompt set: one picture for a README.
 
     Drafted is "auto" if that was measured, else the fastest configuration, then the one with
@@ -281,24 +258,13 @@ def draw_picture(document: Mapping[str, Any], path: Path) -> None:
     configurations = shown(timed(document["scenarios"][0]))
     if not configurations:
         raise ValueError(f"--picture {path} was not drawn: the outputs are too short to be timed.")
-    sets = configurations[0]["sets"]
-    plain = [own["plain_tps"] for own in sets.values()]
-    series = [("plain decoding (mlx-lm)", PICTURE_GREY, plain)]
-    labels = [[f"{tps:.1f}" for tps in plain]]
-    for c, colour in zip(configurations, (PICTURE_BLUE, PICTURE_ORANGE), strict=False):
-        own = c["sets"].values()
-        series.append((f"with drafts ({c['label']})", colour, [f["tps"] for f in own]))
-        labels.append([f"{f['tps']:.1f}\n{f['speedup']:.2f}x" for f in own])
+    looks = [(c, f"with drafts ({c['label']})", f"C{i}") for i, c in enumerate(configurations, 1)]
     conditions = document["conditions"]
     device = conditions["blas"] if conditions["device"] == "cpu" else "GPU"
     with plt.style.context([STYLE, PICTURE_STYLE]):
         figure, axes = plt.subplots(figsize=(8.4, 4.2))
-        drawn = bars(axes, [name.replace("_", " ") for name in sets], series)
-        for each, (_, colour, _), words in zip(drawn, series, labels, strict=True):
-            axes.bar_label(each, words, padding=4, fontsize=12, color=colour)
-        axes.set_title(conditions["model"])
-        leave_room(axes, 1.22)
-        axes.grid(visible=False)
+        bars(axes, looks, "C0", "{0:.1f}\n{1:.2f}x", 12)
+        finish(axes, 1.22, 3, title=conditions["model"])
         figure.text(0.5, -0.1, f"{conditions['chip']}, {device}", ha="center", fontsize=10)
         figure.savefig(path, transparent=True)
         plt.close(figure)
@@ -307,7 +273,7 @@ def draw_picture(document: Mapping[str, Any], path: Path) -> None:
 # --- servers ------------------------------------------------------------------------------------
 
 
-def serving(rows: Sequence[Mapping[str, Any]]) -> Figure:
+def serving(rows: Sequence[Result]) -> Figure:
     """Speed and time per token against the number of clients, ratios over our speeds.
 
     A bar goes from the median time per token up to that of the worst answer.
@@ -318,24 +284,22 @@ def serving(rows: Sequence[Mapping[str, Any]]) -> Figure:
     lines = [("plain", labels[0], "mlx_lm.server", GREY)]
     for i, label in enumerate(labels):
         lines.append(("speculative", label, f"mlx_eagle.server, {label}", f"C{i}"))
+    clients = sorted({row["clients"] for row in rows})
     for role, label, words, colour in lines:
         own = [row for row in rows if row["configuration"] == label]
-        left.plot([row[role]["tps"] for row in own], "o-", color=colour, label=words)
-        for x, row in enumerate(own):
-            if role == "speculative" and row["speedup"] is not None:
-                write_above(left, f"{row['speedup']:.2f}x", x, row[role]["tps"], colour)
+        speeds = [row[role]["tps"] for row in own]
+        left.plot(speeds, "o-", color=colour, label=words)
+        if role == "speculative":
+            ratios = [f"{row['speedup']:.2f}x" if row["speedup"] else "" for row in own]
+            write_above(left, ratios, range(len(own)), speeds, colour)
         waits = [(x, row[role]["seconds_per_token"]) for x, row in enumerate(own)]
         waits = [(x, 1e3 * w["median"], 1e3 * w["worst"]) for x, w in waits if w is not None]
         if waits:
             at, medians, worst = np.array(waits).T
             up = [np.zeros(len(at)), worst - medians]
             right.errorbar(at, medians, up, fmt="o-", color=colour, capsize=4, label=words)
-    left.set(ylabel="tokens per second, all clients", title="Speed")
-    right.set(ylabel="milliseconds per token", title="Time per token, median and worst")
-    numbers = list(dict.fromkeys(str(row["clients"]) for row in rows))
-    for axes in (left, right):
-        axes.set_xlabel("clients at once")
-        axes.set_xticks(range(len(numbers)), numbers)
-        leave_room(axes, 1.1)
-        legend_below(axes)
+    ticks = {"xlabel": "clients at once", "xticks": range(len(clients)), "xticklabels": clients}
+    finish(left, 1.1, ylabel="tokens per second, all clients", title="Speed", **ticks)
+    title = "Time per token, median and worst"
+    finish(right, 1.1, ylabel="milliseconds per token", title=title, **ticks)
     return figure
