@@ -3,15 +3,12 @@
 import argparse
 import csv
 import importlib.util
-import itertools
 import json
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -32,17 +29,9 @@ from mlx_eagle.system.ranks import is_first, num_ranks, run_on_ranks
 
 from . import conditions
 from .conditions import DEMO_NAMES
-from .flags import (
-    ALL,
-    Settings,
-    build_parser,
-    check_contexts,
-    check_questions,
-    draft_names,
-    read_settings,
-)
+from .flags import ALL, build_parser, check_contexts, check_questions, draft_names, read_settings
 from .measure import Measurement
-from .questions import Question, load_questions
+from .questions import load_questions
 from .report import PLOTS, full_report, results
 from .report_file import read_report, report_of, write_report
 from .runner import Models
@@ -62,7 +51,6 @@ def run(args: argparse.Namespace) -> None:
         print(f"A report as it should be, with {len(report['runs'])} runs: {args.check_report}")
         return
     settings = read_settings(args)
-    check_files(args)
     questions = load_questions(settings.prompts, settings.limit)
     check_questions(settings, questions)
     check_pipeline(args)
@@ -71,93 +59,53 @@ def run(args: argparse.Namespace) -> None:
             raise ValueError(
                 f"{flag} is for one machine: leave it out, or start without mlx.launch."
             )
-    if is_first():
-        prepare_folder(args.out)
+    check_files(args)
     prepare_device(args.exact)
     machine = conditions.machine()  # before the run, which would show in the load of the machine
-    measurement = open_measurement(args, questions, settings)
+    print(f"Loading {args.model or DEMO_NAMES['model']}.", file=sys.stderr)
+    measurement: Measurement | ServerMeasurement
+    if settings.clients:
+        find_drafter(args.draft_model, args.model)
+        measurement = ServerMeasurement(args, questions, settings)
+    else:
+        models, names = load_models(args)
+        check_contexts(settings, context_size(models.target))
+        measurement = Measurement(models, names, questions, settings)
     with counting(measurement.num_runs()) as count:
         found, rows = measurement.run(count)
-    if not is_first():
-        return
-    document = {
-        "format": 1,
-        "conditions": machine | found.pop("conditions"),
-        "settings": asdict(settings),
-        "scenarios": [],
-        "batches": [],
-        **found,
-    }
-    # Before anything is written: what took hours to measure is not lost to a full disk.
-    print(results(document), flush=True)
-    has_plots = write_all(document, rows, args.out, args.picture)
-    plots = f", {PLOTS}/" if has_plots else ""
-    print(f"Written to {args.out}: report.md, results.json, results.csv{plots}")
-    if args.picture is not None:
-        print(f"Picture: {args.picture}")
-    if args.report is not None:
-        write_report(report_of(document, args.notes), args.report)
-        print(f"Report for measured/: {args.report}; please send it with the issue form.")
-    if not has_plots:
-        print(f"Without plots, which need matplotlib: {EXTRA}.")
-    if args.json:
-        print(json.dumps(brief(document)))
+    if is_first():
+        document = {
+            "format": 1,
+            "conditions": machine | found.pop("conditions"),
+            "settings": asdict(settings),
+            "scenarios": [],
+            "batches": [],
+            **found,
+        }
+        # Before anything is written: what took hours to measure is not lost to a full disk.
+        print(results(document), flush=True)
+        write_all(document, rows, args)
 
 
 def check_files(args: argparse.Namespace) -> None:
-    """Raise ValueError if the file of ``--picture`` or ``--report`` could not be written."""
-    if args.report is not None:
-        check_writable(args.report, "--report")
+    """Make the output folder; ValueError if a file that a flag asks for could not be written."""
     path = args.picture
-    if path is None:
-        return
-    if path.suffix not in PICTURES or not path.parent.is_dir():
-        raise ValueError(
-            f"--picture is {path}: give the name of a {' or '.join(PICTURES)} file in a folder "
-            "that exists."
-        )
-    if not has_matplotlib():
+    if path is not None and path.suffix not in PICTURES:
+        raise ValueError(f"--picture is {path}: give the name of a {' or '.join(PICTURES)} file.")
+    if path is not None and not has_matplotlib():
         raise ValueError(f"--picture needs matplotlib: {EXTRA}.")
+    if is_first():
+        with suppress(OSError):  # writing to it says why
+            (args.out / PLOTS).mkdir(parents=True, exist_ok=True)
+        files = {"--out": args.out / "report.md", "--picture": path, "--report": args.report}
+        for flag, file in files.items():
+            if file is not None:
+                check_writable(file, flag)
 
 
 def has_matplotlib() -> bool:
     """Whether plots can be drawn: matplotlib comes with an extra of its own."""
     return importlib.util.find_spec("matplotlib") is not None
-
-
-def prepare_folder(folder: Path) -> None:
-    """Make the output folder; ValueError if it cannot be written to."""
-    try:
-        (folder / PLOTS).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as err:
-        raise ValueError(
-            f"--out {folder} cannot be written ({err.strerror}): give a folder that you may write "
-            "to."
-        ) from err
-
-
-def open_measurement(
-    args: argparse.Namespace, questions: Sequence[Question], settings: Settings
-) -> Measurement | ServerMeasurement:
-    """Prepare to measure the server, which loads the models itself, or load them here."""
-    model = args.model or DEMO_NAMES["model"]
-    if settings.clients:
-        names = {"model": model, "head": args.draft_model or DEMO_NAMES["head"]}
-        flags = {
-            "--draft-model": args.draft_model,
-            "--draft-window": args.draft_window,
-            "--draft-vocab": args.draft_vocab,
-            "--quantize-draft": "none" if args.quantize_draft == 0 else args.quantize_draft,
-        }
-        find_drafter(args.draft_model, args.model)
-        print(f"Starting two servers of {model}.", file=sys.stderr)
-        return ServerMeasurement(args.model, flags, names, questions, settings)
-    print(f"Loading {model}.", file=sys.stderr)
-    models, names = load_models(args)
-    check_contexts(settings, context_size(models.target))
-    return Measurement(models, names, questions, settings)
 
 
 def load_models(args: argparse.Namespace) -> tuple[Models, dict[str, str]]:
@@ -175,7 +123,7 @@ def load_models(args: argparse.Namespace) -> tuple[Models, dict[str, str]]:
         model, tokenizer = load(args.model, dtype=args.dtype, pipeline=args.pipeline)
     options = {name: getattr(args, name) for name in ("draft_window", "draft_vocab")}
     options |= {"quantize_bits": args.quantize_draft, "target": args.model, "copies": False}
-    drafters = {}
+    drafters: dict[str, Drafter] = {}
     for given in wanted:
         try:
             opened, drafter = open_beside(own, given, model, tokenizer, **options)
@@ -192,7 +140,7 @@ def load_models(args: argparse.Namespace) -> tuple[Models, dict[str, str]]:
         drafters[name] = drafter
     if not drafters:
         raise ValueError(f"no known drafter of {args.model} can be opened: name another.")
-    head = [", ".join(drafters)]
+    head = list(drafters)
     for what, value in (("window", args.draft_window), ("vocabulary", args.draft_vocab)):
         if value is not None:
             head.append(f"draft {what} {value}")
@@ -234,9 +182,8 @@ def wanted_names(args: argparse.Namespace) -> list[str | None]:
             f"no public head is known here for {args.model}: name one with --draft-model, or see "
             "the known pairs with mlx_eagle.generate --list."
         )
-    if not given:
-        return [AUTO]
-    return list(dict.fromkeys(chain(*(known if name == ALL else [name] for name in given))))
+    found = [each for name in given for each in (known if name == ALL else [name])]
+    return list(dict.fromkeys(found)) or [AUTO]
 
 
 def with_short_names(drafters: Mapping[str, Drafter]) -> dict[str, Drafter]:
@@ -249,12 +196,13 @@ def with_short_names(drafters: Mapping[str, Drafter]) -> dict[str, Drafter]:
 def counting(total: int) -> Iterator[Callable[[], None]]:
     """Show progress on standard error: each call counts one of ``total`` runs."""
     start = time.perf_counter()
-    numbers = itertools.count(1)
+    done = 0
     with open_bar(total, "bench", "run") as bar:  # of which nothing is seen but in a terminal
 
         def count() -> None:
+            nonlocal done
             bar.update()
-            done = next(numbers)
+            done += 1
             # The i-th line is due once i in NUM_LINES of the runs are done.
             if bar.disable and done * NUM_LINES // total > (done - 1) * NUM_LINES // total:
                 seconds = time.perf_counter() - start
@@ -263,27 +211,32 @@ def counting(total: int) -> Iterator[Callable[[], None]]:
         yield count
 
 
-def write_all(
-    document: Document, rows: Sequence[Document], folder: Path, picture: Path | None
-) -> bool:
-    """Write every file, and the plots if they can be drawn; whether they were.
-
-    The CSV has a row per run, ``picture`` is the file of ``--picture``.
-    """
-    images = {}
+def write_all(document: Document, rows: Sequence[Document], args: argparse.Namespace) -> None:
+    """Write every file, and the plots if they can be drawn; the CSV has a row per run."""
+    images: dict[str, Path] = {}
     if has_matplotlib():
         from . import plots  # here, because matplotlib takes a second, and may be missing
 
-        if picture is not None:
-            plots.draw_picture(document, picture)
-        images = plots.draw_all(document, folder / PLOTS)
-    (folder / "results.json").write_text(json.dumps(document, indent=1) + "\n")
-    with (folder / "results.csv").open("w", newline="") as file:
+        if args.picture is not None:
+            plots.draw_picture(document, args.picture)
+        images = plots.draw_all(document, args.out / PLOTS)
+    (args.out / "results.json").write_text(json.dumps(document, indent=1) + "\n")
+    with (args.out / "results.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=rows[0])
         writer.writeheader()
         writer.writerows(rows)
-    (folder / "report.md").write_text(full_report(document, images))
-    return bool(images)
+    (args.out / "report.md").write_text(full_report(document, images))
+    plots_too = f", {PLOTS}/" if images else ""
+    print(f"Written to {args.out}: report.md, results.json, results.csv{plots_too}")
+    if args.picture is not None:
+        print(f"Picture: {args.picture}")
+    if args.report is not None:
+        write_report(report_of(document, args.notes), args.report)
+        print(f"Report for measured/: {args.report}; please send it with the issue form.")
+    if not images:
+        print(f"Without plots, which need matplotlib: {EXTRA}.")
+    if args.json:
+        print(json.dumps(brief(document)))
 
 
 def brief(document: Document) -> Document:

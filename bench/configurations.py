@@ -1,13 +1,15 @@
-"""Configurations of the benchmark: plain decoding and the ways to draft that the flags name."""
+"""Configurations: plain decoding and the ways to draft, their runs, and the order of these."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mlx_eagle.decoding.setup import AUTO
 from mlx_eagle.drafters.tree import parse_tree
 
+from .figures import median_of
 from .flags import Settings
+from .questions import Question
 
 
 @dataclass(frozen=True)
@@ -55,9 +57,9 @@ def make_configurations(
         for name in names
         for each in found
     ]
-    if compares:
-        for k in [size for size in settings.sizes if size not in (AUTO, 0)] or [2]:
-            options = {"num_draft_tokens": k}
+    for k in [size for size in settings.sizes if size not in (AUTO, 0)] or [2]:
+        options = {"num_draft_tokens": k}
+        if compares:
             found.append(Configuration(f"mlx-lm draft k={k}", "mlx-lm-draft", k, options))
     return found
 
@@ -68,3 +70,96 @@ def chain_of(size: int | str) -> Configuration:
     if isinstance(size, str):
         return Configuration(AUTO, AUTO, None, options)
     return Configuration(f"k={size}", "chain", size, options)
+
+
+@dataclass
+class Cell:
+    """Runs of one configuration on some questions, and the plain runs between them.
+
+    ``at_once`` questions are answered at the same time: one, a batch, or those of the clients.
+    ``parity`` compares the texts of the first run of each kind.
+    """
+
+    configuration: Configuration
+    questions: Sequence[Question] = ()
+    prompts: Sequence[list[int]] = ()
+    at_once: int = 1
+    plain: list[Any] = field(default_factory=list)
+    runs: list[Any] = field(default_factory=list)
+    parity: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def set_name(self) -> str:
+        return self.questions[0].set_name
+
+    @property
+    def speedup(self) -> float | None:
+        """Speedup in the median pair of neighbouring runs, one plain and one not.
+
+        Both runs of a pair meet the same moments of the machine; medians of each kind would
+        compare different moments.
+        """
+        pairs = zip(self.plain, self.runs, strict=True)
+        return median_of(run.tps / base.tps for base, run in pairs if base.tps and run.tps)
+
+    def numbered(self) -> Iterator[tuple[str, int, Any]]:
+        """All runs with their role ("plain" or "speculative") and their number in it."""
+        for role, runs in (("plain", self.plain), ("speculative", self.runs)):
+            for number, run in enumerate(runs):
+                yield role, number, run
+
+
+Cells = Sequence[Cell]
+
+
+def schedule(cells: Cells, order: str) -> list[tuple[Configuration, list[list[Any]]]]:
+    """Plan one repeat: the configurations in order, each with the lists that its run belongs to.
+
+    "abba": plain B B plain for each configuration B; "mirror": plain B C ... C B plain, where all
+    share the plain runs. Both cancel a linear drift of the machine. "weave": plain B C ..., all
+    at once in short turns, which also cancels what comes and goes within seconds.
+    """
+    drafted = [(cell.configuration, [cell.runs]) for cell in cells]
+    if order == "abba":
+        plain = [(PLAIN, [cell.plain]) for cell in cells]
+        pairs = zip(plain, drafted, strict=True)
+        return [step for one, other in pairs for step in (one, other, other, one)]
+    steps = [(PLAIN, [cell.plain for cell in cells]), *drafted]
+    return steps if order == "weave" else steps + steps[::-1]
+
+
+def num_runs(groups: Iterable[Cells], settings: Settings) -> int:
+    """Number of runs of all repeats, without warm-ups."""
+    return settings.repeats * sum(len(schedule(cells, settings.order)) for cells in groups)
+
+
+def take_turns(
+    cells: Cells,
+    order: str,
+    run_all: Callable[[list[Configuration]], Iterable[Any]],
+    progress: Callable[[], None],
+) -> None:
+    """Run one repeat and call ``progress`` after each run.
+
+    ``run_all`` runs a list of configurations and returns their runs in the same order.
+    """
+    steps = schedule(cells, order)
+    runs = run_all([configuration for configuration, _ in steps])
+    for (_, lists), run in zip(steps, runs, strict=True):
+        for each in lists:
+            each.append(run)
+        progress()
+
+
+def repeat_turns(
+    cells: Cells,
+    settings: Settings,
+    warm_up: Callable[[Configuration], object],
+    run: Callable[[Configuration], Any],
+    progress: Callable[[], None],
+) -> None:
+    """Warm up every configuration, then run all repeats."""
+    for configuration in (PLAIN, *(cell.configuration for cell in cells)):
+        warm_up(configuration)
+    for _ in range(settings.repeats):
+        take_turns(cells, settings.order, lambda steps: map(run, steps), progress)

@@ -1,18 +1,135 @@
 """Costs of a round's parts on this machine, and the speedup that they predict.
 
-The prediction is the expected number of tokens per round, over the time of a round in plain steps:
+Each part runs by itself, on caches of a typical length that are cut back afterwards. The
+prediction is the expected number of tokens per round, over the time of a round in plain steps:
 tau / (c(k + 1) + k d + overhead).
 """
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import generation_stream
+from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_eagle.drafters.acceptance_stats import expected_tokens
+from mlx_eagle.drafters.base import Drafter
 from mlx_eagle.drafters.tree import DraftShape
+from mlx_eagle.target_model.rollback import Checkpoint
+from mlx_eagle.target_model.target import Target
 
-from .part_timing import Timings
+CHUNK = 512  # tokens per prefill step
+
+
+class Timing(NamedTuple):
+    """Seconds of one sample: the host builds the graph, then the device runs it."""
+
+    build: float
+    run: float
+
+
+Timings = dict[str, dict[int, list[Timing]]]
+"""Samples of every part by its size: rows of a pass, tokens of a draft."""
+
+
+class Bench:
+    """A target and a drafter that have absorbed ``context``, ready to repeat parts of a round."""
+
+    def __init__(self, model: nn.Module, drafter: Drafter, context: list[int]):
+        self._drafter = drafter
+        self._target = Target(model, drafter.taps)
+        self._context = mx.array(context, mx.int32)
+        self._cache = make_prompt_cache(model)
+        self._features = []
+        with mx.stream(generation_stream):
+            for start in range(0, len(context) - 1, CHUNK):
+                tokens = self._context[start : min(start + CHUNK, len(context) - 1)]
+                _, features = self._target(tokens, self._cache)
+                mx.eval([c.state for c in self._cache], features)
+                self._features.append(features)
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin anew with a drafter that has absorbed the context."""
+        self.drafter = self._drafter.begin()
+        with mx.stream(generation_stream):
+            self.drafter.extend(self._context[:1], None)
+            for start, features in zip(count(1, CHUNK), self._features, strict=False):
+                self.drafter.extend(self._context[start : start + CHUNK], features)
+            mx.eval(self.drafter.pending())
+
+    @contextmanager
+    def window(self) -> Iterator[None]:
+        """Leave the caches at the end of the block as they were at its beginning."""
+        windows = [Checkpoint(self._cache), Checkpoint(self.drafter.cache)]
+        try:
+            yield
+        finally:
+            for window in windows:
+                window.rollback(0)
+
+    def verify(self, num_rows: int) -> Any:
+        """Verify R rows: the target's choices, and the features."""
+        tokens = self._rows(num_rows)
+        with self._target.matching_single_row(self._cache, num_rows):
+            logits, features = self._target(tokens, self._cache)
+        return [mx.argmax(logits, axis=-1), features]
+
+    def accept(self, num_rows: int) -> Any:
+        """Accept R rows: the arrays that the next draft starts from."""
+        features = None
+        if self.drafter.taps:
+            last = self._features[-1]
+            features = last[mx.arange(num_rows) % last.shape[0]]
+            mx.eval(features)
+        self.drafter.extend(self._rows(num_rows), features, last=mx.array(num_rows - 1))
+        return self.drafter.pending()
+
+    def propose(self, size: int) -> Any:
+        """Draft ``size`` tokens greedily."""
+        return self.drafter.propose(size, lambda logits, _: mx.argmax(logits, axis=-1)).tokens
+
+    def time(self, part: str, size: int) -> Timing:
+        """Time "verify", "accept" or "propose" once; the caches are left as they were."""
+        with self.window(), mx.stream(generation_stream):
+            mx.synchronize(generation_stream)
+            start = time.perf_counter()
+            arrays = getattr(self, part)(size)
+            built = time.perf_counter()
+            mx.eval(arrays)
+            done = time.perf_counter()
+        return Timing(built - start, done - built)
+
+    def _rows(self, num_rows: int) -> mx.array:
+        """Tokens (R,) of the context, computed before any clock starts."""
+        tokens = self._context[mx.arange(num_rows) % self._context.shape[0]]
+        mx.eval(tokens)
+        return tokens
+
+
+def time_parts(
+    bench: Bench, timings: Timings, sizes: Mapping[str, Sequence[int]], samples: int
+) -> None:
+    """Add ``samples`` of every part at all its ``sizes``: rows of a pass, tokens of a draft.
+
+    Sizes take turns, so that drift hits all alike. Each runs once unmeasured before its first
+    sample, and later only the first size of a part.
+    """
+    for part, own in sizes.items():
+        if part == "propose":
+            bench.restart()
+        found = timings.setdefault(part, {})
+        for size in own[:1] if found else own:
+            bench.time(part, size)
+        for _ in range(samples):
+            for size in own:
+                found.setdefault(size, []).append(bench.time(part, size))
 
 
 @dataclass(frozen=True)
@@ -117,12 +234,12 @@ class Costs:
 
         The rest is below zero if the parts were slower by themselves than in the run.
         """
-        parts = {
-            "verify": self.verify[size + 1],
-            "draft": self.draft(size),
-            "accept": self.accept[size + 1],
-        }
-        return {**parts, "host": round_seconds - sum(parts.values()), "round": round_seconds}
+        verify = self.verify[size + 1]
+        draft = self.draft(size)
+        accept = self.accept[size + 1]
+        host = round_seconds - (verify + draft + accept)
+        parts = {"verify": verify, "draft": draft, "accept": accept, "host": host}
+        return parts | {"round": round_seconds}
 
     def to_dict(self) -> dict[str, Any]:
         """All measured costs and the figures that follow from them, ready for JSON."""

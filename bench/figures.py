@@ -27,23 +27,19 @@ class Figure:
     show: Callable[[Any], str] = str
     of: Callable[[Any], Any] | None = None
 
-    def cell(self, row: Mapping[str, Any]) -> str:
-        """The cell of a table."""
-        return self.show(row[self.name] if self.name else row)
-
 
 Figures = Sequence[Figure]
 
 
-def row_of(figures: Figures, measured: Any, **others: Any) -> dict[str, Any]:
-    """The values of all figures that are computed, and ``others``, ready for JSON."""
-    return {each.name: each.of(measured) for each in figures if each.of is not None} | others
+def row_of(figures: Figures, measured: Any) -> dict[str, Any]:
+    """The values of all figures that are computed, ready for JSON."""
+    return {each.name: each.of(measured) for each in figures if each.of is not None}
 
 
 def table(figures: Figures, rows: Iterable[Mapping[str, Any]], heading: str = "") -> str:
     """A table of the figures that have headings, below a ``heading``; nothing without rows."""
     shown = [figure for figure in figures if figure.heading]
-    cells = [[figure.cell(row) for figure in shown] for row in rows]
+    cells = [[each.show(row[each.name] if each.name else row) for each in shown] for row in rows]
     drawn = markdown_table([figure.heading for figure in shown], cells)
     return f"{heading}\n\n{drawn}".strip() if cells else ""
 
@@ -83,34 +79,19 @@ def spread_of(values: Iterable[float | None]) -> dict[str, float] | None:
     return dict(zip(("median", "q1", "q3", "min", "max"), found, strict=True), n=len(present))
 
 
-def median_ratio(plain: Sequence[Any], runs: Sequence[Any]) -> float | None:
-    """Speedup in the median pair of neighbouring runs, one plain and one not.
-
-    Both runs of a pair meet the same moments of the machine; medians of each kind would compare
-    different moments.
-    """
-    return median_of(
-        run.tps / base.tps for base, run in zip(plain, runs, strict=True) if base.tps and run.tps
-    )
-
-
-def number(value: float | None, digits: int = 2, unit: str = "") -> str:
+def number(value: float | None, digits: int = 2, unit: str = "", factor: float = 1.0) -> str:
     """A number with ``digits`` after the point; "-" for None."""
-    return "-" if value is None else f"{value:.{digits}f}{unit}"
+    return "-" if value is None else f"{factor * value:.{digits}f}{unit}"
 
 
 number3 = partial(number, digits=3)
 times = partial(number, unit="x")  # "1.25x", of a ratio
+milliseconds = partial(number, digits=1, factor=1e3)  # of seconds
 
 
 def numbers(values: Sequence[float]) -> str:
     """Several numbers: "0.71 0.55"; "-" for none."""
     return " ".join(map(number, values)) or "-"
-
-
-def milliseconds(seconds: float | None, digits: int = 1) -> str:
-    """Seconds as milliseconds; "-" for None."""
-    return number(None if seconds is None else 1e3 * seconds, digits)
 
 
 def with_spread(spread: Mapping[str, float] | None, middle: float | None = None) -> str:

@@ -10,18 +10,25 @@ from typing import Any
 from mlx_eagle.drafters.tree import Tree
 
 from . import conditions
-from .configurations import PLAIN, Configuration, make_configurations
-from .costs import Costs
+from .configurations import (
+    PLAIN,
+    Cell,
+    Configuration,
+    make_configurations,
+    num_runs,
+    repeat_turns,
+    take_turns,
+)
+from .costs import Bench, Costs, Timings, time_parts
 from .figures import row_of
 from .flags import Settings
-from .parity import parities
-from .part_timing import Bench, Timings, time_parts
+from .parity import compare_texts
 from .questions import Question, by_set, prompt_tokens, typical_context
-from .runner import WARM_UP_TOKENS, Models, run_batch, run_once, run_prompt
+from .runner import WARM_UP_TOKENS, Models, run_batch, run_once, run_woven
 from .summary import BATCH, run_rows, scenario_summary
-from .turns import Cell, num_steps, repeat_turns
 
 LONGEST = 8  # rows of a verify pass that are always timed
+Progress = Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -46,22 +53,23 @@ class Measurement:
             return found
         return [c for c in found if "tree" not in c.options or drafters[c.drafter].supports_trees]
 
-    @property
-    def batched(self) -> list[Configuration]:
-        """Configurations for batches, which draft only chains."""
-        chains = Settings(sizes=self.settings.sizes)
-        return make_configurations(chains, self.models.drafters)
+    def batches(self) -> list[list[Cell]]:
+        """Cells of every batch size and set; batches draft only chains."""
+        chains = make_configurations(Settings(sizes=self.settings.sizes), self.models.drafters)
+        groups = product(self.settings.batches, by_set(self.questions).values())
+        found = []
+        for size, group in groups:
+            prompts = [prompt_tokens(question, self.models.tokenizer) for question in group[:size]]
+            found.append([Cell(each, group[:size], prompts, size) for each in chains])
+        return found
 
     def num_runs(self) -> int:
         """Number of measured generations, a batch being one, without warm-ups."""
-        settings = self.settings
-        prompts = len(settings.contexts) * len(settings.temps) * len(self.questions)
-        batches = len(settings.batches) * len(by_set(self.questions))
-        steps = prompts * num_steps(self.configurations, settings.order)
-        steps += batches * num_steps(self.batched, settings.order)
-        return settings.repeats * steps
+        scenarios = len(self.settings.contexts) * len(self.settings.temps)
+        prompts = [[Cell(each) for each in self.configurations]] * len(self.questions)
+        return num_runs([*prompts * scenarios, *self.batches()], self.settings)
 
-    def run(self, progress: Callable[[], None]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    def run(self, progress: Progress) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """Measure everything: results and conditions for the document, and a row per run.
 
         ``progress`` is called after every run.
@@ -78,7 +86,7 @@ class Measurement:
         return {"conditions": models, "scenarios": scenarios, "batches": batches}, rows
 
     def run_scenario(
-        self, context: int | None, temp: float, progress: Callable[[], None]
+        self, context: int | None, temp: float, progress: Progress
     ) -> tuple[list[Cell], tuple[dict[str, Costs], int]]:
         """Run all repeats at one context and temperature; parts are timed before every prompt.
 
@@ -106,24 +114,25 @@ class Measurement:
                 time_parts(
                     Bench(models.target, drafter, typical), timings[name], sizes, num_samples
                 )
-            run_prompt(models, row, settings.order, progress, **options)
+            run = partial(run_once, models, prompt=row[0].prompts[0], **options)
+            woven = partial(run_woven, models, prompt=row[0].prompts[0], **options)
+            run_all = woven if settings.order == "weave" else partial(map, run)
+            take_turns(row, settings.order, run_all, progress)
+        cells = list(chain(*rows))
+        compare_texts(models.target, cells)
         costs = {name: Costs.of(found) for name, found in timings.items()}
-        return list(chain(*rows)), (costs, len(typical))
+        return cells, (costs, len(typical))
 
-    def run_batches(self, progress: Callable[[], None]) -> list[dict[str, Any]]:
+    def run_batches(self, progress: Progress) -> list[dict[str, Any]]:
         """Run every batch size on every set: one result per configuration."""
-        models = self.models
         most = self.settings.max_tokens
-        results = []
-        for size, group in product(self.settings.batches, by_set(self.questions).values()):
-            asked = group[:size]
-            prompts = [prompt_tokens(question, models.tokenizer) for question in asked]
-            cells = [Cell(configuration, asked, prompts, size) for configuration in self.batched]
-            warm_up = partial(run_batch, models, prompts, min(most, WARM_UP_TOKENS))
-            run = partial(run_batch, models, prompts, most)
-            repeat_turns(cells, self.settings, warm_up, run, progress)
-            results += [row_of(BATCH, c, parity=parities(models.target, c)) for c in cells]
-        return results
+        groups = self.batches()
+        for cells in groups:
+            run = partial(run_batch, self.models, cells[0].prompts)
+            warm_up = partial(run, min(most, WARM_UP_TOKENS))
+            repeat_turns(cells, self.settings, warm_up, partial(run, most), progress)
+            compare_texts(self.models.target, cells)
+        return [row_of(BATCH, [cell]) for cell in chain(*groups)]
 
 
 def timed_rows(configurations: Sequence[Configuration]) -> tuple[list[int], list[int]]:
@@ -132,7 +141,7 @@ def timed_rows(configurations: Sequence[Configuration]) -> tuple[list[int], list
     Trees need verify passes of their own: a tree of 16 nodes has 17 rows.
     """
     longest = max([LONGEST, *(c.size + 1 for c in configurations if c.size)])
-    shapes = [c.options["tree"] for c in configurations if c.kind == "tree"]
+    shapes = [c.options.get("tree") for c in configurations if c.kind == "tree"]
     wide = {shape.nodes + 1 for shape in shapes if isinstance(shape, Tree)}
     rows = list(range(1, longest + 1))
     return rows, sorted(wide.union(rows))

@@ -1,13 +1,13 @@
 """Parity of two texts: where they first differ, and how close the choice was there."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generate_step
 
-from .turns import Cell
+from .configurations import Cell
 
 
 def compare(
@@ -21,10 +21,11 @@ def compare(
     return {"identical": False, "index": index, "margin": margin(scores, index, plain, drafted)}
 
 
-def parities(model: nn.Module, cell: Cell) -> list[dict[str, Any]]:
-    """Compare the answers of a cell's first plain run with those of its first other run."""
-    texts = zip(cell.prompts, cell.plain[0].texts, cell.runs[0].texts, strict=True)
-    return [compare(model, prompt, one, other) for prompt, one, other in texts]
+def compare_texts(model: nn.Module, cells: Iterable[Cell]) -> None:
+    """Set the parity of cells: the texts of the first plain run against those of the other."""
+    for cell in cells:
+        texts = zip(cell.prompts, cell.plain[0].texts, cell.runs[0].texts, strict=True)
+        cell.parity = [compare(model, *each) for each in texts]
 
 
 def first_difference(left: list[int], right: list[int]) -> int | None:

@@ -1,9 +1,9 @@
 """Runner: generations of configurations, one by one, woven together or in batches; clocks."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from random import Random
 from typing import Any
@@ -22,7 +22,6 @@ from mlx_eagle.drafters.base import Drafter
 from mlx_eagle.generate import stream_generate
 
 from .configurations import PLAIN, Configuration
-from .turns import Cell, take_turns
 
 WARM_UP_TOKENS = 16  # of batches and servers' loads, before anything is measured
 TURN_TOKENS = 8  # per turn of a woven run: one round between two pauses cannot be timed
@@ -43,27 +42,33 @@ class Models:
 
 @dataclass(frozen=True)
 class Run:
-    """One generation. Times are in seconds.
+    """One generation, or one call with several prompts: the tokens of every text; in seconds.
 
-    ``num_timed`` tokens took ``seconds``: neither the first token, which prefill yields, nor those
-    that arrive with it are among them.
+    ``num_timed`` tokens took ``seconds``: neither first tokens, which prefill yields, nor those
+    that arrive with them are among them. ``call_seconds`` are those of a whole call.
     """
 
-    tokens: list[int]
+    texts: list[list[int]]
     num_timed: int
     seconds: float
-    ttft: float
-    peak_bytes: int
     stats: Stats | None = None
+    ttft: float = 0.0
+    peak_bytes: int = 0
+    call_seconds: float = 0.0
 
     @property
-    def texts(self) -> list[list[int]]:
-        return [self.tokens]
+    def num_tokens(self) -> int:
+        return sum(map(len, self.texts))
 
     @property
     def tps(self) -> float | None:
         """Tokens per second after the first; None if there is nothing to time."""
         return self.num_timed / self.seconds if self.num_timed and self.seconds > 0 else None
+
+    @property
+    def call_tps(self) -> float:
+        """Tokens per second over the whole call."""
+        return self.num_tokens / self.call_seconds
 
 
 def responses(
@@ -76,19 +81,18 @@ def responses(
 ) -> Iterator[GenerationResponse]:
     """Prepare the generation of one configuration; it starts with the first response."""
     options: dict[str, Any] = {"max_tokens": max_tokens, **configuration.options}
-    generate = mlx_lm.stream_generate
     if temp > 0:
         options["sampler"] = Sampling(temp=temp, seed=seed)
+    if configuration.kind not in ("plain", "mlx-lm-draft"):
+        options["draft_model"] = models.drafters[configuration.drafter]
+        if configuration.kind == "copies":
+            options["draft_model"] = options["draft_model"].with_copies()
+        return stream_generate(models.target, models.tokenizer, prompt, **options)
     if configuration.kind == "mlx-lm-draft":
         options["draft_model"] = models.compared
         if temp > 0:  # mlx-lm hands all rows to the sampler at once, ours takes one row
             options["sampler"] = make_sampler(temp=temp)
-    elif configuration.kind != "plain":
-        drafter = models.drafters[configuration.drafter]
-        is_copying = configuration.kind == "copies"
-        options["draft_model"] = drafter.with_copies() if is_copying else drafter
-        generate = stream_generate
-    return generate(models.target, models.tokenizer, prompt, **options)
+    return mlx_lm.stream_generate(models.target, models.tokenizer, prompt, **options)
 
 
 @dataclass
@@ -128,6 +132,7 @@ class Take:
         self._responses = responses
         self._tokens: list[int] = []
         self._drafted: list[bool] = []
+        self._num_plain = 0  # tokens so far that came from plain steps
         self._clock = TurnClock()
         self._ttft = 0.0
         self._own_bytes = 0  # in use beyond the bytes in use before this generation
@@ -138,7 +143,6 @@ class Take:
         """Take a turn of ``num_tokens``, or of all tokens left; the device must be idle."""
         mx.reset_peak_memory()
         bytes_before = mx.get_active_memory()
-        num_plain = self._num_plain()
         times = []
         start = time.perf_counter()
         for response in islice(self._responses, num_tokens):
@@ -151,7 +155,11 @@ class Take:
             next(self._responses, None)  # releases its caches
         mx.synchronize(generation_stream)
         done = time.perf_counter()
-        is_plain = self._num_plain() - num_plain == len(times)
+        num_plain = self._stats.num_plain_steps if self._stats is not None else 0
+        if self._configuration.kind == "plain":
+            num_plain = len(self._tokens)
+        is_plain = num_plain - self._num_plain == len(times)
+        self._num_plain = num_plain
         if len(times) == len(self._tokens):
             self._ttft = times[0] - start
             start = times[0]
@@ -161,25 +169,18 @@ class Take:
         self._peak_bytes = max(self._peak_bytes, peak)
         self._own_bytes += mx.get_active_memory() - bytes_before
 
-    def _num_plain(self) -> int:
-        """Number of tokens so far that came from plain steps."""
-        if self._configuration.kind == "plain":
-            return len(self._tokens)
-        return 0 if self._stats is None else self._stats.num_plain_steps
-
     def result(self, bytes_before: int) -> Run:
         """The finished run; ``bytes_before`` were in use before the generation began."""
+        clock = self._clock
         stats = copy(self._stats)
         if self._configuration.kind == "mlx-lm-draft":
             num_first = first_batch(self._drafted)
             stats = stats_of_flags(self._drafted[num_first:], self._configuration.size)
         if stats is not None:
             # The time in the statistics includes the turns of the other generations.
-            per_token = self._clock.seconds / max(1, self._clock.num_tokens)
-            stats.generation_time = per_token * stats.num_emitted
+            stats.generation_time = clock.seconds / max(1, clock.num_tokens) * stats.num_emitted
         peak = bytes_before + self._peak_bytes
-        clock = self._clock
-        return Run(self._tokens, clock.num_tokens, clock.seconds, self._ttft, peak, stats)
+        return Run([self._tokens], clock.num_tokens, clock.seconds, stats, self._ttft, peak)
 
 
 def run_once(
@@ -210,20 +211,6 @@ def run_woven(
             if all(take.has_ended for take in takes):
                 break
     return [take.result(bytes_before) for take in takes]
-
-
-def run_prompt(
-    models: Models, cells: Sequence[Cell], order: str, progress: Callable[[], None], **options: Any
-) -> None:
-    """Run one repeat of one prompt, in its cells; ``options`` are those of ``responses``."""
-    (prompt,) = cells[0].prompts
-
-    def run_all(configurations: list[Configuration]) -> Iterable[Run]:
-        if order == "weave":
-            return run_woven(models, configurations, prompt, **options)
-        return (run_once(models, each, prompt, **options) for each in configurations)
-
-    take_turns(cells, order, run_all, progress)
 
 
 def in_turns(takes: Sequence[Take], random: Random) -> Iterator[Sequence[Take]]:
@@ -264,43 +251,10 @@ def stats_of_flags(drafted: Sequence[bool], size: int) -> Stats:
     return stats
 
 
-# --- batches: several prompts in one greedy call -------------------------------------------------
-
-
-@dataclass(frozen=True)
-class BatchRun:
-    """One call: the tokens of every output without stop tokens; times in seconds.
-
-    ``prefill`` is a part of ``seconds``, in which the first ``num_first`` tokens come too.
-    ``events`` say what became of drafting.
-    """
-
-    texts: list[list[int]]
-    seconds: float
-    prefill: float
-    num_first: int
-    stats: Stats = field(default_factory=Stats)
-    events: Sequence[str] = ()
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(map(len, self.texts))
-
-    @property
-    def tps(self) -> float:
-        """Tokens per second of all outputs over the whole call."""
-        return self.num_tokens / self.seconds
-
-    @property
-    def tps_after_prefill(self) -> float:
-        """Tokens per second of all outputs after prefill."""
-        return (self.num_tokens - self.num_first) / (self.seconds - self.prefill)
-
-
 def run_batch(
     models: Models, prompts: list[list[int]], max_tokens: int, configuration: Configuration
-) -> BatchRun:
-    """Call mlx-lm's ``batch_generate``, or ours with the drafter."""
+) -> Run:
+    """Call mlx-lm's ``batch_generate`` greedily, or ours with the drafter."""
     options = {"max_tokens": max_tokens, "return_token_ids": True, **configuration.options}
     generate = mlx_lm.batch_generate
     if configuration is not PLAIN:
@@ -312,13 +266,15 @@ def run_batch(
     response = generate(models.target, models.tokenizer, prompts, **options)
     seconds = time.perf_counter() - start
     texts = response.token_ids
-    if configuration is PLAIN:  # mlx-lm's clock counts the pass of a first token as decoding
-        return BatchRun(texts, seconds, response.stats.prompt_time, 0)
-    stats = response.stats
-    # The last output to end knows of all that became of drafting.
-    last = max(stats, key=lambda counts: len(counts.drafting_events))
-    found = sum(stats, Stats()), [event.what for event in last.drafting_events]
-    if response.batch_stats is not None:
-        return BatchRun(texts, seconds, response.batch_stats.prompt_time, 0, *found)
-    prefill = sum(counts.prompt_time for counts in stats)
-    return BatchRun(texts, seconds, prefill, sum(map(bool, texts)), *found)
+    num_first = 0  # mlx-lm's clock counts the pass of a first token as decoding
+    stats = None
+    counts = response.stats
+    if configuration is not PLAIN:
+        stats = sum(counts, Stats())
+        # The last output to end knows of all that became of drafting.
+        last = max(counts, key=lambda own: len(own.drafting_events))
+        stats.drafting_events = last.drafting_events
+        counts = response.batch_stats or stats
+        num_first = 0 if response.batch_stats else sum(map(bool, texts))
+    num_timed = sum(map(len, texts)) - num_first
+    return Run(texts, num_timed, seconds - counts.prompt_time, stats, call_seconds=seconds)

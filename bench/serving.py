@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 import tempfile
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,14 +18,15 @@ import mlx.core as mx
 from mlx_lm.utils import save_model
 
 from mlx_eagle.demo.pair import CONFIG, FILES, WEIGHTS, demo_target_path, load_demo
+from mlx_eagle.system.cli_values import flag_of
 
-from .configurations import PLAIN, Configuration, make_configurations
-from .figures import Figure, median_ratio, milliseconds, number, ratio, row_of, spread_of, times
+from .conditions import DEMO_NAMES
+from .configurations import PLAIN, Cell, Configuration, make_configurations, num_runs, repeat_turns
+from .figures import Figure, milliseconds, number, ratio, row_of, spread_of, times
 from .flags import Settings
 from .questions import Question
 from .runner import WARM_UP_TOKENS
 from .servers import Answer, Load, Server, chat_body, run_load, running
-from .turns import Cell, num_steps, repeat_turns
 
 PLAIN_SERVER = "mlx_lm.server"
 OUR_SERVER = "mlx_eagle.server"
@@ -32,58 +34,47 @@ OUR_SERVER = "mlx_eagle.server"
 
 @dataclass(frozen=True)
 class ServerMeasurement:
-    """Questions and settings of a benchmark of the server.
+    """Flags, questions and settings of a benchmark of the server."""
 
-    ``model`` is None for the demo pair, ``draft_flags`` are those of our server, None if they are
-    not given, and ``names`` those of the models for the report.
-    """
-
-    model: str | None
-    draft_flags: Mapping[str, Any]
-    names: dict[str, str]
+    args: Namespace
     questions: Sequence[Question]
     settings: Settings
 
-    @property
-    def configurations(self) -> list[Configuration]:
-        """Chains and trees that our server is asked for."""
-        return make_configurations(self.settings)
+    def groups(self) -> list[list[Cell]]:
+        """Chains and trees that our server is asked for, at every number of clients."""
+        found = make_configurations(self.settings)
+        clients = self.settings.clients
+        return [[Cell(each, self.questions, at_once=n) for each in found] for n in clients]
 
     def num_runs(self) -> int:
         """Number of measured loads."""
-        settings = self.settings
-        steps = num_steps(self.configurations, settings.order)
-        return len(settings.clients) * settings.repeats * steps
+        return num_runs(self.groups(), self.settings)
 
     def run(self, progress: Callable[[], None]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """Start both servers and load them in turns: results, and a row per answer.
 
         ``progress`` is called after every load.
         """
-        settings = self.settings
-        short = min(settings.max_tokens, WARM_UP_TOKENS)
-        results = []
-        rows = []
+        most = self.settings.max_tokens
+        groups = self.groups()
         with (
-            plain_target(self.model) as target,
-            running(server_commands(self.model, target, self.draft_flags, settings)) as servers,
+            plain_target(self.args.model) as target,
+            running(server_commands(self.args, target, self.settings)) as servers,
         ):
-            for num_clients in settings.clients:
-                cells = [
-                    Cell(each, self.questions, at_once=num_clients) for each in self.configurations
-                ]
-                first = self.questions[:num_clients]
-                warm_up = partial(load, servers, num_clients, first, short)
-                run = partial(load, servers, num_clients, self.questions, settings.max_tokens)
-                repeat_turns(cells, settings, warm_up, run, progress)
-                results += [row_of(LOADS, cell) for cell in cells]
-                rows += chain(*map(answer_rows, cells))
-        return {"conditions": self.names, "serving": results}, rows
+            for cells in groups:
+                ask = partial(load, servers, cells[0].at_once)
+                first = self.questions[: cells[0].at_once]
+                warm_up = partial(ask, first, min(most, WARM_UP_TOKENS))
+                run = partial(ask, self.questions, most)
+                repeat_turns(cells, self.settings, warm_up, run, progress)
+        cells = list(chain(*groups))
+        names = {"model": self.args.model, "head": self.args.draft_model}
+        names = {key: name or DEMO_NAMES[key] for key, name in names.items()}
+        results = [row_of(LOADS, cell) for cell in cells]
+        return {"conditions": names, "serving": results}, list(chain(*map(answer_rows, cells)))
 
 
-def server_commands(
-    model: str | None, target: str, draft_flags: Mapping[str, Any], settings: Settings
-) -> dict[str, list[str]]:
+def server_commands(args: Namespace, target: str, settings: Settings) -> dict[str, list[str]]:
     """Module and flags of each server.
 
     Both decode as many requests at once as there are clients, and keep the caches of one prompt
@@ -93,9 +84,10 @@ def server_commands(
     flags = ["--decode-concurrency", most, "--prompt-concurrency", most]
     flags += ["--prompt-cache-size", "1", "--log-level", "WARNING"]
     ours = ["--usage-stats"]
-    for flag, value in {"--model": model, **draft_flags}.items():
+    for name in ("model", "draft_model", "draft_window", "draft_vocab", "quantize_draft"):
+        value = getattr(args, name)
         if value is not None:
-            ours += [flag, str(value)]
+            ours += [flag_of(name), str(value or "none")]
     return {
         PLAIN_SERVER: ["mlx_lm.server", "--model", target, *flags],
         OUR_SERVER: ["mlx_eagle.server.__main__", *ours, *flags],
@@ -109,17 +101,13 @@ def plain_target(model: str | None) -> Iterator[str]:
     On a CPU ``load_demo`` unpacks that target to float32; a folder with these weights exists until
     the block ends.
     """
-    if model is not None:
-        yield model
+    if model is not None or mx.default_device() == mx.gpu:
+        yield model or str(demo_target_path())
         return
     source = demo_target_path()
-    if mx.default_device() == mx.gpu:
-        yield str(source)
-        return
     with tempfile.TemporaryDirectory(prefix="mlx-eagle-") as folder:
         print("Writing the demo target for mlx_lm.server.", file=sys.stderr)
-        target, _, _ = load_demo()
-        save_model(folder, target)
+        save_model(folder, load_demo()[0])
         for name in FILES:
             if name not in (WEIGHTS, CONFIG) and (source / name).exists():
                 shutil.copy(source / name, folder)
@@ -145,11 +133,13 @@ def load(
     return run_load(server, bodies, num_clients)
 
 
+# --- figures ------------------------------------------------------------------------------------
+
+
 def differing(cell: Cell) -> list[str]:
     """Names of the questions whose answers differ between the servers."""
-    texts = ([answer.text for answer in runs[0].answers] for runs in cell.both)
-    pairs = zip(cell.questions, *texts, strict=True)
-    return [question.name for question, one, other in pairs if one != other]
+    answers = zip(cell.questions, cell.plain[0].answers, cell.runs[0].answers, strict=True)
+    return [question.name for question, one, other in answers if one.text != other.text]
 
 
 def acceptance_length(answers: Iterable[Answer]) -> float | None:
@@ -172,8 +162,7 @@ def load_figures(loads: Sequence[Load]) -> dict[str, Any]:
         "output_tokens": sum(answer.num_tokens for answer in loads[0].answers),
     }
     for name in WAITING:
-        values = [getattr(answer, name) for load in loads for answer in load.answers]
-        spread = spread_of(values)
+        spread = spread_of(getattr(answer, name) for load in loads for answer in load.answers)
         figures[name] = spread and {"median": spread["median"], "worst": spread["max"]}
     return figures
 
@@ -183,9 +172,8 @@ def waiting(name: str, role: str, heading: str) -> Figure:
 
     def show(figures: Mapping[str, Any]) -> str:
         found = figures[name]
-        if found is None:
-            return "-"
-        return f"{milliseconds(found['median'], 0)} [{milliseconds(found['worst'], 0)}]"
+        words = found and [milliseconds(found[key], digits=0) for key in ("median", "worst")]
+        return f"{words[0]} [{words[1]}]" if words else "-"
 
     return Figure(role, heading, show)
 
@@ -206,7 +194,7 @@ LOADS = (
            lambda cell: load_figures(cell.plain)),
     Figure("speculative", "mlx_eagle.server tok/s", lambda figures: number(figures["tps"]),
            lambda cell: load_figures(cell.runs)),
-    Figure("speedup", "ratio", times, lambda cell: median_ratio(*cell.both)),
+    Figure("speedup", "ratio", times, lambda cell: cell.speedup),
     Figure("mean_acceptance_length", "tau", number,
            lambda cell: acceptance_length(a for load in cell.runs for a in load.answers)),
     Figure("differing", of=differing),
@@ -224,22 +212,17 @@ WAITS = (
 )
 
 
-def answer_rows(cell: Cell) -> list[dict[str, Any]]:
+def answer_rows(cell: Cell) -> Iterator[dict[str, Any]]:
     """A row per answer, for the CSV."""
-    return [
-        {
-            **row_of(CLIENTS, cell),
-            "role": role,
-            "run": count,
-            "set": question.set_name,
-            "id": question.id,
-            "output_tokens": answer.num_tokens,
-            "ttft": answer.ttft,
-            "seconds": answer.ended,
-            "seconds_per_token": answer.seconds_per_token,
-            "longest_pause": answer.longest_pause,
-            "mean_acceptance_length": answer.tau,
-        }
-        for role, count, load in cell.numbered()
-        for question, answer in zip(cell.questions, load.answers, strict=True)
-    ]
+    for role, count, run in cell.numbered():
+        for question, answer in zip(cell.questions, run.answers, strict=True):
+            yield {
+                **row_of(CLIENTS, cell),
+                **{"role": role, "run": count, "set": question.set_name, "id": question.id},
+                "output_tokens": answer.num_tokens,
+                "ttft": answer.ttft,
+                "seconds": answer.ended,
+                "seconds_per_token": answer.seconds_per_token,
+                "longest_pause": answer.longest_pause,
+                "mean_acceptance_length": answer.tau,
+            }

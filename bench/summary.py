@@ -1,6 +1,6 @@
 """Summary of runs of single prompts as plain data: figures by prompt set and by prompt."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from statistics import median
 from typing import Any
@@ -11,11 +11,11 @@ from mlx.utils import tree_flatten
 from mlx_eagle.decoding.stats import Stats
 from mlx_eagle.system.device import megabytes
 
+from .configurations import Cell, Cells
 from .costs import Costs
 from .figures import (
     Figure,
     median_of,
-    median_ratio,
     milliseconds,
     number,
     number3,
@@ -26,90 +26,112 @@ from .figures import (
     times,
     with_spread,
 )
-from .parity import count_identical, largest_margin, parities, parity_words
+from .parity import count_identical, largest_margin, parity_words
 from .questions import by_set
-from .runner import BatchRun, Models, Run
-from .turns import Cell
+from .runner import Models, Run
 
 Result = Mapping[str, Any]
+RunLists = Iterable[Sequence[Run]]
+"""Runs of several prompts, of one kind: plain or not."""
 
 
-def median_seconds(runs: Sequence[Run]) -> float | None:
+# --- figures of cells: all of one configuration in a set, all there are, or one ------------------
+
+
+def seconds_per_token(runs: Iterable[Run]) -> float | None:
     """Seconds per token after the first, in the median run; None if nothing was timed."""
-    return median_of(run.seconds / run.num_timed for run in runs if run.tps is not None)
+    return median_of(ratio(1.0, run.tps) for run in runs)
 
 
-def total_tps(run_lists: Iterable[Sequence[Run]]) -> float | None:
+def total_tps(run_lists: RunLists) -> float | None:
     """Tokens per second over several prompts: all tokens over the sum of median times."""
     num_tokens = 0.0
     seconds = 0.0
     for runs in run_lists:
         num_timed = median(run.num_timed for run in runs)
-        per_token = median_seconds(runs)
+        per_token = seconds_per_token(runs)
         if per_token is not None:
             num_tokens += num_timed
             seconds += num_timed * per_token
     return ratio(num_tokens, seconds)
 
 
-class CellGroup:
-    """Cells of one configuration: all of a set, or all there are."""
+def stats_of(cells: Cells) -> Stats:
+    """Counts of all runs of the configuration together."""
+    return sum((run.stats for cell in cells for run in cell.runs), Stats())
 
-    def __init__(self, cells: Sequence[Cell]):
-        self.cells = cells
-        self.plain = [run for cell in cells for run in cell.plain]
-        self.runs = [run for cell in cells for run in cell.runs]
-        self.stats = sum((cell.stats for cell in cells), Stats())
-        self.plain_tps = total_tps(cell.plain for cell in cells)
-        self.tps = total_tps(cell.runs for cell in cells)
 
-    def round_seconds(self) -> float | None:
-        """Seconds per target pass in the median run; None if nothing was timed."""
-        timed = (run for run in self.runs if run.tps is not None)
-        return median_of(ratio(run.seconds, run.stats.num_target_forwards) for run in timed)
+def round_seconds(cells: Cells) -> float | None:
+    """Seconds per target pass in the median run; None if nothing was timed."""
+    timed = (run for cell in cells for run in cell.runs if run.tps is not None)
+    return median_of(ratio(run.seconds, run.stats.num_target_forwards) for run in timed)
+
+
+def both(
+    name: str, of: Callable[[RunLists], Any], plain: str = "", runs: str = "", show: Any = number
+) -> tuple[Figure, Figure]:
+    """One figure of the plain runs, and of the others; ``plain`` and ``runs`` are headings."""
+    return (
+        Figure(f"plain_{name}", plain, show, lambda cells: of(cell.plain for cell in cells)),
+        Figure(name, runs, show, lambda cells: of(cell.runs for cell in cells)),
+    )
+
+
+def speeds(
+    name: str, of: Callable[[RunLists], Any], plain: str = "", runs: str = "", speedup: str = ""
+) -> tuple[Figure, ...]:
+    """Plain and drafted tokens per second, and their ratio; the last three are headings."""
+    one, other = both(name, of, plain, runs)
+    name = name.replace("tps", "speedup")
+    return one, other, Figure(name, speedup, times, lambda c: ratio(other.of(c), one.of(c)))
 
 
 def counted(name: str, heading: str = "", show: Any = str) -> Figure:
-    """A figure of ``Stats``, over all runs of a group."""
-    return Figure(name, heading, show, lambda g: getattr(g.stats, name))
+    """A figure of ``Stats``, over all runs."""
+    return Figure(name, heading, show, lambda cells: getattr(stats_of(cells), name))
+
+
+def per(part: str, whole: str, name: str, heading: str, show: Any = number) -> Figure:
+    """The ratio of two counts of ``Stats``, over all runs; 0 without any."""
+
+    def of(cells: Cells) -> float:
+        stats = stats_of(cells)
+        return ratio(getattr(stats, part), getattr(stats, whole)) or 0.0
+
+    return Figure(name, heading, show, of)
 
 
 def middle(spread: Mapping[str, float]) -> str:
     """The median in whole milliseconds."""
-    return milliseconds(spread["median"], 0)
+    return milliseconds(spread["median"], digits=0)
 
 
 PLACE = (Figure("set", "set"), Figure("configuration", "configuration"))
 SPEED = (
     *PLACE,
-    Figure("num_prompts", of=lambda g: len(g.cells)),
-    Figure("output_tokens", of=lambda g: sum(len(cell.runs[0].tokens) for cell in g.cells)),
-    Figure("plain_tps", of=lambda g: g.plain_tps),
-    Figure("tps", of=lambda g: g.tps),
-    Figure("plain_tps_spread", of=lambda g: spread_of(run.tps for run in g.plain)),
-    Figure("tps_spread", of=lambda g: spread_of(run.tps for run in g.runs)),
-    Figure("round_seconds", of=CellGroup.round_seconds),
+    Figure("num_prompts", of=len),
+    Figure("output_tokens", of=lambda cells: sum(cell.runs[0].num_tokens for cell in cells)),
+    Figure("round_seconds", of=round_seconds),
+    *both("tps_spread", lambda lists: spread_of(run.tps for run in chain(*lists))),
     Figure("", "plain tok/s", lambda row: with_spread(row["plain_tps_spread"], row["plain_tps"])),
     Figure("", "speculative tok/s", lambda row: with_spread(row["tps_spread"], row["tps"])),
-    Figure("speedup", "ratio", times, lambda g: ratio(g.tps, g.plain_tps)),
+    *speeds("tps", total_tps, speedup="ratio"),
     Figure(
         "speedup_by_prompt",
         "ratio by prompt",
         with_spread,
-        lambda g: spread_of(median_ratio(*cell.both) for cell in g.cells),
+        lambda cells: spread_of(cell.speedup for cell in cells),
     ),
     Figure("speedup_by_prompt", "worst prompt", lambda found: times((found or {}).get("min"))),
-    Figure("num_runs", "runs", of=lambda g: len(g.runs)),
+    Figure("num_runs", "runs", of=lambda cells: sum(len(cell.runs) for cell in cells)),
 )
 START = (
     *PLACE,
-    Figure("plain_ttft", "TTFT plain ms", middle, lambda g: spread_of(r.ttft for r in g.plain)),
-    Figure("ttft", "TTFT ms", middle, lambda g: spread_of(run.ttft for run in g.runs)),
-    Figure(
-        "plain_peak_bytes", "peak plain", megabytes, lambda g: max(r.peak_bytes for r in g.plain)
-    ),
-    Figure("peak_bytes", "peak", megabytes, lambda g: max(run.peak_bytes for run in g.runs)),
-)
+    *both("ttft", lambda lists: spread_of(run.ttft for run in chain(*lists)),
+          "TTFT plain ms", "TTFT ms", middle),
+    *both("peak_bytes", lambda lists: max(run.peak_bytes for run in chain(*lists)),
+          "peak plain", "peak", megabytes),
+)  # fmt: skip
 ACCEPTANCE = (
     *PLACE,
     counted("mean_acceptance_length", "mean acceptance length (tau)", number),
@@ -122,84 +144,67 @@ COUNTS = (
     counted("num_plain_steps"),
     counted("accepted_histogram", "accepted lengths",
             lambda counts: " ".join(f"{kept}:{n}" for kept, n in enumerate(counts)) or "-"),
-    counted(
-        "cumulative_acceptance_by_position", "cumulative acceptance by position", numbers
-    ),
-    Figure("target_forwards_per_token", "target forwards/token", number3,
-           lambda g: ratio(g.stats.num_target_forwards, g.stats.num_emitted)),
-    Figure("head_forwards_per_round", "head forwards/round", number,
-           lambda g: ratio(g.stats.num_head_forwards, g.stats.num_rounds) or 0.0),
-    Figure("evals_per_round", "evals/round", number,
-           lambda g: ratio(g.stats.num_evals, g.stats.num_target_forwards)),
+    counted("cumulative_acceptance_by_position", "cumulative acceptance by position", numbers),
+    per("num_target_forwards", "num_emitted",
+        "target_forwards_per_token", "target forwards/token", number3),
+    per("num_head_forwards", "num_rounds", "head_forwards_per_round", "head forwards/round"),
+    per("num_evals", "num_target_forwards", "evals_per_round", "evals/round"),
 )  # fmt: skip
 GROUP = (*SPEED, *START, *ACCEPTANCE, *COUNTS)
 """Figures of a configuration over a set of prompts, or over all of them."""
 
-
-def speeds(name: str, plain: str, drafted: str, speedup: str) -> tuple[Figure, ...]:
-    """Plain and drafted speed by one clock of ``BatchRun``, each the median run's; their ratio."""
-
-    def speed(runs: Sequence[BatchRun]) -> float:
-        return median(getattr(run, name) for run in runs)
-
-    return (
-        Figure(f"plain_{name}", plain, number, lambda cell: speed(cell.plain)),
-        Figure(name, drafted, number, lambda cell: speed(cell.runs)),
-        Figure(name.replace("tps", "speedup"), speedup, times,
-               lambda cell: ratio(speed(cell.runs), speed(cell.plain))),
-    )  # fmt: skip
-
-
 BATCH = (
-    Figure("batch", "prompts at once", of=lambda cell: cell.at_once),
-    Figure("set", "set", of=lambda cell: cell.set_name),
-    Figure("configuration", "configuration", of=lambda cell: cell.configuration.label),
-    Figure("output_tokens", of=lambda cell: cell.runs[0].num_tokens),
-    *speeds("tps_after_prefill", "plain batch tok/s", "speculative tok/s", "ratio"),
-    *speeds("tps", "whole call: plain", "whole call: speculative", "whole call: ratio"),
+    Figure("batch", "prompts at once", of=lambda cells: cells[0].at_once),
+    Figure("set", "set", of=lambda cells: cells[0].set_name),
+    Figure("configuration", "configuration", of=lambda cells: cells[0].configuration.label),
+    Figure("output_tokens", of=lambda cells: cells[0].runs[0].num_tokens),
+    *speeds("tps_after_prefill", lambda lists: median(run.tps for run in chain(*lists)),
+            "plain batch tok/s", "speculative tok/s", "ratio"),
+    *speeds("tps", lambda lists: median(run.call_tps for run in chain(*lists)),
+            "whole call: plain", "whole call: speculative", "whole call: ratio"),
     counted("mean_acceptance_length", "tau", number),
     counted("num_rounds"),
     counted("num_plain_steps"),
-    Figure("num_runs", of=lambda cell: len(cell.runs)),
-    Figure("parity", "outputs identical", count_identical),  # which needs the target
+    Figure("num_runs", of=lambda cells: len(cells[0].runs)),
+    Figure("parity", "outputs identical", count_identical, lambda cells: cells[0].parity),
     Figure("parity", "largest margin where not", largest_margin),
     Figure("drafting_events", "drafting events", lambda events: ", ".join(events) or "-",
-           lambda cell: cell.runs[0].events),
+           lambda cells: [event.what for event in cells[0].runs[0].stats.drafting_events]),
 )  # fmt: skip
 """Figures of a configuration on a batch."""
 
 NAMES = (
-    Figure("set", of=lambda cell: cell.set_name),
-    Figure("id", of=lambda cell: cell.questions[0].id),
-    Figure("drafter", of=lambda cell: cell.configuration.drafter),
+    Figure("set", of=lambda cells: cells[0].set_name),
+    Figure("id", of=lambda cells: cells[0].questions[0].id),
+    Figure("drafter", of=lambda cells: cells[0].configuration.drafter),
     Figure("", "prompt", lambda row: f"{row['set']}/{row['id']}"),
-    Figure("configuration", "configuration", of=lambda cell: cell.configuration.label),
+    Figure("configuration", "configuration", of=lambda cells: cells[0].configuration.label),
 )
 PROMPT = (
     *NAMES,
-    Figure("prompt_tokens", "prompt tokens", of=lambda cell: len(cell.prompts[0])),
-    Figure("output_tokens", "output tokens", of=lambda cell: len(cell.runs[0].tokens)),
-    Figure("plain_tps", "plain tok/s", number, lambda cell: total_tps([cell.plain])),
-    Figure("tps", "speculative tok/s", number, lambda cell: total_tps([cell.runs])),
-    Figure("speedup", "ratio", times, lambda cell: median_ratio(*cell.both)),
-    Figure("mean_acceptance_length", "tau", number, lambda cell: cell.stats.tau),
-    Figure("repeatable", of=lambda cell: all(r.tokens == cell.runs[0].tokens for r in cell.runs)),
-    Figure("stats", of=lambda cell: cell.runs[0].stats.to_dict()),
-    Figure("parity", "parity", parity_words),  # which needs the target
-)
+    Figure("prompt_tokens", "prompt tokens", of=lambda cells: len(cells[0].prompts[0])),
+    Figure("output_tokens", "output tokens", of=lambda cells: cells[0].runs[0].num_tokens),
+    *both("tps", total_tps, "plain tok/s", "speculative tok/s"),
+    Figure("speedup", "ratio", times, lambda cells: cells[0].speedup),
+    counted("mean_acceptance_length", "tau", number),
+    Figure("repeatable", of=lambda cells: all(
+        run.texts == cells[0].runs[0].texts for run in cells[0].runs)),
+    Figure("stats", of=lambda cells: cells[0].runs[0].stats.to_dict()),
+    Figure("parity", "parity", parity_words, lambda cells: cells[0].parity[0]),
+)  # fmt: skip
 """Figures of a configuration on one prompt."""
 
 
-def run_rows(cells: Sequence[Cell], scenario: dict[str, Any]) -> list[dict[str, Any]]:
+def run_rows(cells: Cells, scenario: dict[str, Any]) -> list[dict[str, Any]]:
     """A row per run, for the CSV; ``scenario`` has context and temperature."""
     return [
         {
             **scenario,
-            **row_of(NAMES, cell),
+            **row_of(NAMES, [cell]),
             "role": role,
             "run": number,
             "prompt_tokens": len(cell.prompts[0]),
-            "output_tokens": len(run.tokens),
+            "output_tokens": run.num_tokens,
             "timed_tokens": run.num_timed,
             "seconds": run.seconds,
             "tokens_per_second": run.tps,
@@ -212,19 +217,18 @@ def run_rows(cells: Sequence[Cell], scenario: dict[str, Any]) -> list[dict[str, 
     ]
 
 
-def configuration_result(cells: Sequence[Cell], costs: Costs | None) -> dict[str, Any]:
+def configuration_result(cells: Cells, costs: Costs | None) -> dict[str, Any]:
     """One configuration, overall and per set; with prediction and time split for a fixed k."""
     configuration = cells[0].configuration
     size = configuration.size
     figures = {}
     for name, group in {"overall": cells, **by_set(cells)}.items():
-        figure = row_of(GROUP, CellGroup(group))
+        figures[name] = figure = row_of(GROUP, group)
         if costs is not None and configuration.kind == "chain" and size:
             tau = figure["mean_acceptance_length"]
             figure["prediction"] = costs.predict(tau, size, figure["speedup"])
             if figure["round_seconds"] is not None:
                 figure["time_split"] = costs.time_split(size, figure["round_seconds"])
-        figures[name] = figure
     return {
         "label": configuration.label,
         "drafter": configuration.drafter,
@@ -237,7 +241,7 @@ def configuration_result(cells: Sequence[Cell], costs: Costs | None) -> dict[str
 
 
 def scenario_summary(
-    models: Models, cells: Sequence[Cell], costs: Mapping[str, Costs], context: int
+    models: Models, cells: Cells, costs: Mapping[str, Costs], context: int
 ) -> dict[str, Any]:
     """One scenario: every configuration, every prompt, and every drafter's ``costs``.
 
@@ -259,14 +263,16 @@ def scenario_summary(
     plain_runs = [run for cell in cells for run in cell.plain]
     scenario = {
         "prompt_tokens": spread_of(len(cell.prompts[0]) for cell in next(iter(groups.values()))),
-        "output_tokens": spread_of(len(run.tokens) for run in plain_runs),
-        "plain_step_measured": median_seconds(plain_runs),
+        "output_tokens": spread_of(run.num_tokens for run in plain_runs),
+        "plain_step_measured": seconds_per_token(plain_runs),
         "configurations": results,
         "drafters": drafters,
-        "prompts": [row_of(PROMPT, c, parity=parities(models.target, c)[0]) for c in cells],
+        "prompts": [row_of(PROMPT, [cell]) for cell in cells],
     }
     return scenario | {"side_by_side": side_by_side(models, scenario)}
 
+
+# --- several drafters ----------------------------------------------------------------------------
 
 SIDE_BY_SIDE = (
     Figure("drafter", "draft model"),

@@ -7,11 +7,10 @@ import pytest
 from helpers import byte_tokenizer
 
 from mlx_eagle.bench import figures, measure, questions, runner, serving, summary
-from mlx_eagle.bench.configurations import make_configurations
+from mlx_eagle.bench.configurations import Cell, make_configurations, schedule
 from mlx_eagle.bench.costs import Costs
 from mlx_eagle.bench.figures import markdown_table, row_of
 from mlx_eagle.bench.flags import Settings
-from mlx_eagle.bench.turns import Cell, schedule
 from mlx_eagle.decoding.stats import Stats
 from mlx_eagle.drafters.acceptance_stats import expected_tokens
 from mlx_eagle.drafters.tree import DraftShape, TreeShape
@@ -70,7 +69,7 @@ def test_merged_counts_are_those_of_all_rounds():
 
 
 def fake_run(seconds: float, num_timed: int = 10, stats: Stats | None = None) -> runner.Run:
-    return runner.Run(list(range(num_timed + 1)), num_timed, seconds, 0.5, 1000, stats)
+    return runner.Run([list(range(num_timed + 1))], num_timed, seconds, stats, 0.5, 1000)
 
 
 def fake_cell(set_name: str, number: int, plain_times: list[float], times: list[float]):
@@ -92,7 +91,7 @@ def test_speeds_are_tokens_over_the_sum_of_median_times():
         fake_cell("a", 0, [2.0, 9.0, 2.2], [1.0, 1.1, 5.0]),
         fake_cell("b", 1, [4.0, 4.0, 4.0], [5.0, 5.0, 4.0]),
     ]
-    result = row_of(summary.GROUP, summary.CellGroup(cells))
+    result = row_of(summary.GROUP, cells)
     assert result["plain_tps"] == pytest.approx(20 / (2.2 + 4.0))
     assert result["tps"] == pytest.approx(20 / (1.1 + 5.0))
     assert result["speedup"] == pytest.approx(6.2 / 6.1)
@@ -108,15 +107,15 @@ def test_speeds_are_tokens_over_the_sum_of_median_times():
 
 def test_the_ratio_of_a_prompt_is_that_of_runs_side_by_side():
     # The machine halved its speed for the second repeat: medians of each would find 0.96.
-    result = row_of(summary.PROMPT, fake_cell("a", 0, [2.0, 4.0, 2.3], [2.0, 4.0, 2.4]))
-    assert result["speedup"] == pytest.approx(1.0)
+    cell = fake_cell("a", 0, [2.0, 4.0, 2.3], [2.0, 4.0, 2.4])
+    assert cell.speedup == pytest.approx(1.0)
 
 
 def test_a_text_of_one_token_has_no_speed():
     cell = fake_cell("a", 0, [0.0], [0.0])
-    cell.runs[:] = [runner.Run([7], 0, 0.0, 0.1, 5, Stats())]
-    cell.plain[:] = [runner.Run([7], 0, 0.0, 0.1, 5)]
-    result = row_of(summary.GROUP, summary.CellGroup([cell]))
+    cell.runs[:] = [runner.Run([[7]], 0, 0.0, Stats())]
+    cell.plain[:] = [runner.Run([[7]], 0, 0.0)]
+    result = row_of(summary.GROUP, [cell])
     assert result["speedup"] is None and result["tps"] is None and result["round_seconds"] is None
 
 

@@ -15,6 +15,7 @@ import pytest
 from costs import FLAT, SettledCosts
 from grids import thorough
 from helpers import PROMPT, byte_tokenizer, plain, tiny_head, tiny_llama
+from matplotlib import rc_params_from_file
 from mlx.utils import tree_flatten
 from mtp_checkpoints import qwen, tiny_qwen3_next, write_checkpoint
 from test_bench import make_stats
@@ -31,11 +32,10 @@ from mlx_eagle.bench import (
     runner,
     summary,
 )
-from mlx_eagle.bench.configurations import PLAIN, chain_of
+from mlx_eagle.bench.configurations import PLAIN, Cell, chain_of
 from mlx_eagle.bench.figures import row_of, table
 from mlx_eagle.bench.flags import Settings
-from mlx_eagle.bench.parity import parities
-from mlx_eagle.bench.turns import Cell
+from mlx_eagle.bench.parity import compare_texts
 from mlx_eagle.demo import __main__ as demo
 from mlx_eagle.drafters import pairs
 from mlx_eagle.drafters.lookup import LookupDrafter
@@ -482,10 +482,10 @@ def test_the_clock_of_a_batch_runs_over_the_whole_call(tiny, monkeypatch):
     monkeypatch.setattr(runner, "time", clock)
     prompts = [PROMPT, PROMPT[:3]]
     run = runner.run_batch(tiny, prompts, 6, PLAIN)
-    assert run.seconds == 2.5 and run.tps == pytest.approx(sum(map(len, run.texts)) / 2.5)
+    assert run.call_tps == pytest.approx(sum(map(len, run.texts)) / 2.5)
     assert run.texts == [plain(tiny.target, prompt, 6) for prompt in prompts]
-    run = runner.BatchRun([[1, 2, 3], [4]], 2.5, 1.5, 2)
-    assert (run.tps, run.tps_after_prefill) == (4 / 2.5, 2 / 1.0)
+    run = runner.Run([[1, 2, 3], [4]], 2, 1.0, call_seconds=2.5)
+    assert (run.call_tps, run.tps) == (4 / 2.5, 2 / 1.0)
 
 
 def test_a_text_that_differs_in_a_batch_is_shown_with_its_margin(tiny):
@@ -493,9 +493,10 @@ def test_a_text_that_differs_in_a_batch_is_shown_with_its_margin(tiny):
     other = [texts[0], [*texts[1][:5], (texts[1][5] + 1) % 258, *texts[1][6:]]]
     asked = (questions.Question("mine", "0", ""),)
     cell = Cell(chain_of("auto"), asked, [PROMPT, PROMPT[:3]], at_once=2)
-    cell.plain.append(runner.BatchRun(texts, 4.0, 2.0, 0))
-    cell.runs.append(runner.BatchRun(other, 4.0, 3.0, 2, make_stats([1, 0, 1, 0], 2)))
-    row = row_of(summary.BATCH, cell, parity=parities(tiny.target, cell))
+    cell.plain.append(runner.Run(texts, 16, 2.0, call_seconds=4.0))
+    cell.runs.append(runner.Run(other, 14, 1.0, make_stats([1, 0, 1, 0], 2), call_seconds=4.0))
+    compare_texts(tiny.target, [cell])
+    row = row_of(summary.BATCH, [cell])
     assert (row["speedup"], row["speedup_after_prefill"]) == (1.0, (16 - 2) / 1.0 / (16 / 2.0))
     assert [verification["index"] for verification in row["parity"]] == [None, 5]
     (line,) = cells_of_batches([row])
@@ -558,13 +559,13 @@ def luminance(colour: str) -> float:
 
 @pytest.mark.parametrize("background", ["#ffffff", "#0d1117"])
 def test_the_picture_is_readable_on_light_and_dark_pages(background):
-    for colour in (
-        plots.PICTURE_TEXT,
-        plots.PICTURE_GREY,
-        plots.PICTURE_BLUE,
-        plots.PICTURE_ORANGE,
-    ):
-        light, dark = sorted([luminance(colour), luminance(background)], reverse=True)
+    style = rc_params_from_file(plots.PICTURE_STYLE, use_default_template=False)
+    bars = style["axes.prop_cycle"].by_key()["color"]
+    lines = [value for key, value in style.items() if key.endswith("color")]
+    assert len(bars) == 3 and len(lines) == 6
+    for colour in (*bars, *lines):
+        found = luminance(f"#{colour.removeprefix('#')}")
+        light, dark = sorted([found, luminance(background)], reverse=True)
         assert (light + 0.05) / (dark + 0.05) >= 3  # WCAG for large text and for graphics
 
 

@@ -14,11 +14,10 @@ from mlx_lm.generate import generate_step
 
 from mlx_eagle.bench import (
     parity,
-    part_timing,
     runner,
 )
 from mlx_eagle.bench.configurations import PLAIN, Configuration, make_configurations
-from mlx_eagle.bench.costs import Costs
+from mlx_eagle.bench.costs import Bench, Costs, Timings, time_parts
 from mlx_eagle.bench.flags import Settings
 
 
@@ -34,16 +33,16 @@ def of_tiny(compares: bool = False, **settings) -> list[Configuration]:
 
 
 def test_costs_leave_no_trace_and_cover_every_size(tiny):
-    bench = part_timing.Bench(tiny.target, head_of(tiny), list(range(30)))
+    bench = Bench(tiny.target, head_of(tiny), list(range(30)))
     first = bench.verify(3)[0].tolist()
     with bench.window():
         mx.eval(bench.verify(3), bench.accept(3))
     # The first pass was not cut: three rows more than the context's 29.
     assert bench.drafter.cache[0].offset == 29
-    timings: part_timing.Timings = {}
+    timings: Timings = {}
     sizes = {"verify": [1, 2, 3, 4, 9], "accept": [1, 2, 3, 4], "propose": [1, 4]}
-    bench = part_timing.Bench(tiny.target, head_of(tiny), list(range(30)))
-    part_timing.time_parts(bench, timings, sizes, 2)
+    bench = Bench(tiny.target, head_of(tiny), list(range(30)))
+    time_parts(bench, timings, sizes, 2)
     verify, accept, propose = timings.values()
     assert sorted(verify) == [1, 2, 3, 4, 9] and sorted(accept) == [1, 2, 3, 4]
     assert all(len(timings) == 2 for timings in verify.values())
@@ -51,8 +50,8 @@ def test_costs_leave_no_trace_and_cover_every_size(tiny):
     costs = Costs.of(timings)
     assert costs.verify[2] == statistics.median(t.run for t in verify[2])
     assert sorted(propose) == [1, 4]
-    bench = part_timing.Bench(tiny.target, head_of(tiny), [1, 2])
-    part_timing.time_parts(bench, timings, {"verify": [1, 2], "accept": [1], "propose": [3]}, 1)
+    bench = Bench(tiny.target, head_of(tiny), [1, 2])
+    time_parts(bench, timings, {"verify": [1, 2], "accept": [1], "propose": [3]}, 1)
     assert [len(verify[rows]) for rows in (1, 2, 3)] == [3, 3, 2]
     assert sorted(accept) == [1, 2, 3, 4] and sorted(propose) == [1, 3, 4]
 
@@ -77,8 +76,8 @@ def test_a_run_counts_the_tokens_after_the_first(tiny, temp):
     runs = [
         runner.run_once(tiny, configuration, prompt, 12, temp) for configuration in configurations
     ]
-    assert runs[0].num_timed == len(runs[0].tokens) - 1
-    assert runs[0].tokens == runs[1].tokens
+    assert runs[0].num_timed == runs[0].num_tokens - 1
+    assert runs[0].texts == runs[1].texts
     assert runs[1].num_timed == runs[1].stats.num_emitted
     assert runs[2].num_timed == runs[2].stats.num_emitted
     assert all(run.seconds > 0 and run.ttft > 0 and run.peak_bytes > 0 for run in runs)
@@ -90,7 +89,7 @@ def test_copies_are_made_where_they_are_measured(tiny, monkeypatch):
     alone, copied = of_tiny(sizes=(3,), copied=(3,))
     prompt = [*PROMPT, *plain(tiny.target, PROMPT, 9), *PROMPT]
     runs = [runner.run_once(tiny, configuration, prompt, 12) for configuration in (alone, copied)]
-    assert runs[0].tokens == runs[1].tokens
+    assert runs[0].texts == runs[1].texts
     drafts, copies = (run.stats for run in runs)
     assert drafts.num_head_forwards >= drafts.num_drafted
     assert copies.num_head_forwards < copies.num_drafted
@@ -106,7 +105,7 @@ def test_woven_runs_are_those_of_one_after_the_other(tiny):
     alone = [runner.run_once(tiny, configuration, prompt, 30) for configuration in configurations]
     woven = runner.run_woven(tiny, configurations, prompt, 7, max_tokens=30)
     for one, other, configuration in zip(alone, woven, configurations, strict=True):
-        assert one.tokens == other.tokens
+        assert one.texts == other.texts
         if configuration.kind in ("chain", "tree"):  # auto decides by the clock
             assert one.num_timed == other.num_timed
             assert one.stats.accepted_histogram == other.stats.accepted_histogram

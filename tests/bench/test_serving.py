@@ -304,13 +304,13 @@ def test_mistakes_cost_one_sentence(more, sentence, capsys, tmp_path):
 
 
 def test_both_servers_serve_as_many_requests_as_there_are_clients():
-    settings = SimpleNamespace(clients=(1, 8, 2))
-    commands = serving.server_commands(None, "/demo", {"--draft-model": "auto"}, settings)
+    args = bench_flags.build_parser().parse_args(["--draft-model", "auto"])
+    commands = serving.server_commands(args, "/demo", bench_flags.Settings(clients=(1, 8, 2)))
     for line in commands.values():
         for flag in ("--decode-concurrency", "--prompt-concurrency"):
             assert line[line.index(flag) + 1] == "8"
     assert commands[serving.PLAIN_SERVER][1:3] == ["--model", "/demo"]
-    assert "--model" not in commands[serving.OUR_SERVER]
+    assert commands[serving.OUR_SERVER][1:4] == ["--usage-stats", "--draft-model", "auto"]
 
 
 @pytest.mark.parametrize("way", ["plain", "chain", "tree"])
