@@ -15,10 +15,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException
 from itertools import pairwise
 from pathlib import Path
@@ -79,16 +79,18 @@ def running(commands: Mapping[str, Sequence[str]]) -> Iterator[dict[str, Server]
     """
     with ExitStack() as stack:
         for number in (signal.SIGTERM, signal.SIGHUP):
-            before = signal.signal(number, signal.default_int_handler)
-            stack.callback(signal.signal, number, before)
+            stack.callback(signal.signal, number, signal.getsignal(number))
+            signal.signal(number, signal.default_int_handler)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mlx-eagle-")))
         with ExitStack() as probing:  # all at once, so that no port is found twice
             probes = [probing.enter_context(socket.create_server((HOST, 0))) for _ in commands]
             ports = [probe.getsockname()[1] for probe in probes]
-        servers = {
-            name: stack.enter_context(started(name, command, port, folder / f"{port}.log"))
-            for (name, command), port in zip(commands.items(), ports, strict=True)
-        }
+        servers = {}
+        for (name, command), port in zip(commands.items(), ports, strict=True):
+            log = folder / f"{port}.log"
+            process = start(command, port, log)
+            stack.callback(stop, process)
+            servers[name] = Server(name, (HOST, port), process, log)
         end = time.monotonic() + START_LIMIT
         while left := [server for server in servers.values() if not server.answers()]:
             for server in left:
@@ -99,81 +101,77 @@ def running(commands: Mapping[str, Sequence[str]]) -> Iterator[dict[str, Server]
         yield servers
 
 
-@contextmanager
-def started(name: str, command: Sequence[str], port: int, log: Path) -> Iterator[Server]:
-    """Start a server, and end it with the block."""
-    # -P: the folder of this script is no place to import from.
+def start(command: Sequence[str], port: int, log: Path) -> subprocess.Popen[bytes]:
+    """Start a server."""
+    # -P: the folder of this script is no place to import from. A session of its own, for Ctrl-C in
+    # the terminal is not for the server.
     line = [sys.executable, "-P", __file__, *command, "--port", str(port)]
+    ends = {"stdin": subprocess.PIPE, "stderr": subprocess.STDOUT}
     with log.open("wb") as output:
-        process = subprocess.Popen(
-            line,
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C in the terminal is not for the server
-        )
+        return subprocess.Popen(line, stdout=output, start_new_session=True, **ends)
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """Close the standard input of a server, at which it ends, or else kill it."""
+    assert process.stdin is not None
+    process.stdin.close()
     try:
-        yield Server(name, (HOST, port), process, log)
-    finally:
-        assert process.stdin is not None
-        process.stdin.close()  # at which it ends
-        try:
-            process.wait(STOP_LIMIT)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        process.wait(STOP_LIMIT)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 # --- clients: several at once, who send prompts and note when each piece arrives -----------------
 
 
-@dataclass
+@dataclass(frozen=True)
 class Answer:
-    """One streamed answer. Times are seconds since the request was sent.
+    """One streamed answer. Times are seconds, ``seconds`` those until the reason why it ended.
 
-    ``times`` are those of pieces with text, ``ended`` that of the last piece, which has the reason
-    why the answer ended; ``tau`` is the mean acceptance length, if the server says it.
+    ``ttft``: to the first text, or to the end of an answer without any; ``seconds_per_token``:
+    from the first token to the last, None if there are no two; ``longest_pause``: between two
+    pieces, None if there is only one; ``mean_acceptance_length``: None if the server says none.
     """
 
-    text: str = ""
-    times: list[float] = field(default_factory=list)
-    ended: float = 0.0
-    num_tokens: int = 0
-    tau: float | None = None
+    text: str
+    output_tokens: int
+    ttft: float = 0.0
+    seconds: float = 0.0
+    seconds_per_token: float | None = None
+    longest_pause: float | None = None
+    mean_acceptance_length: float | None = None
 
-    @property
-    def ttft(self) -> float:
-        """Seconds to the first text; to the end of an answer without any."""
-        return self.times[0] if self.times else self.ended
 
-    @property
-    def seconds_per_token(self) -> float | None:
-        """Seconds per token from the first to the last; None if there are no two."""
-        if self.num_tokens < 2 or not self.times:
-            return None
-        return (self.ended - self.times[0]) / (self.num_tokens - 1)
+def read_answer(stream: Iterable[tuple[float, Mapping[str, Any]]]) -> Answer:
+    """The answer in the pieces of a stream, each with its seconds since the request was sent.
 
-    @property
-    def longest_pause(self) -> float | None:
-        """The most seconds between two pieces; None if there is only one."""
-        return max((after - before for before, after in pairwise(self.times)), default=None)
-
-    def take(self, chunk: Mapping[str, Any], seconds: float) -> None:
-        """Take a piece of the stream; ValueError if it says that something failed."""
+    Raises ValueError if a piece says that something failed, ConnectionError without the last.
+    """
+    text = ""
+    times = []
+    ended = 0.0
+    usage: Mapping[str, Any] = {}
+    for seconds, chunk in stream:
         if "error" in chunk:
             raise ValueError(f"the server failed in the midst of an answer ({chunk['error']}).")
-        usage = chunk.get("usage")
-        if usage:
-            self.num_tokens = usage["completion_tokens"]
-            self.tau = usage.get("mean_acceptance_length")
+        usage = chunk.get("usage") or usage
         for choice in chunk.get("choices") or ():
             delta = choice["delta"]
-            text = (delta.get("reasoning") or "") + (delta.get("content") or "")
-            if text:
-                self.text += text
-                self.times.append(seconds)
+            piece = (delta.get("reasoning") or "") + (delta.get("content") or "")
+            if piece:
+                text += piece
+                times.append(seconds)
             if choice.get("finish_reason") is not None:
-                self.ended = seconds
+                ended = seconds
+    if not usage:
+        raise ConnectionError("the stream broke off")
+    num_tokens = usage["completion_tokens"]
+    ttft = times[0] if times else ended
+    per_token = (ended - ttft) / (num_tokens - 1) if times and num_tokens > 1 else None
+    pause = max((after - before for before, after in pairwise(times)), default=None)
+    tau = usage.get("mean_acceptance_length")
+    return Answer(text, num_tokens, ttft, ended, per_token, pause, tau)
 
 
 @dataclass(frozen=True)
@@ -186,7 +184,7 @@ class Load:
     @property
     def tps(self) -> float:
         """Tokens per second of all clients together."""
-        return sum(answer.num_tokens for answer in self.answers) / self.seconds
+        return sum(answer.output_tokens for answer in self.answers) / self.seconds
 
 
 def chat_body(question: str, max_tokens: int, **more: Any) -> dict[str, Any]:
@@ -204,7 +202,6 @@ def chat_body(question: str, max_tokens: int, **more: Any) -> dict[str, Any]:
 
 def ask(address: Address, body: Mapping[str, Any]) -> Answer:
     """Send one request and read its stream to the end; ValueError if it is refused."""
-    answer = Answer()
     headers = {"Content-Type": "application/json"}
     with closing(HTTPConnection(*address, timeout=LONGEST_SILENCE)) as connection:
         start = time.perf_counter()
@@ -214,13 +211,9 @@ def ask(address: Address, body: Mapping[str, Any]) -> Answer:
             error = json.loads(response.read())["error"]
             reason = error["message"] if isinstance(error, dict) else error
             raise ValueError(f"the server refused a request ({reason}).")
-        for line in response:
-            seconds = time.perf_counter() - start
-            if line.startswith(b"data: {"):
-                answer.take(json.loads(line.removeprefix(b"data: ")), seconds)
-    if not answer.num_tokens:
-        raise ConnectionError("the stream broke off")
-    return answer
+        lines = ((time.perf_counter() - start, line) for line in response)
+        found = ((at, line) for at, line in lines if line.startswith(b"data: {"))
+        return read_answer((at, json.loads(line[len("data: ") :])) for at, line in found)
 
 
 def run_load(server: Server, bodies: Sequence[Mapping[str, Any]], num_clients: int) -> Load:

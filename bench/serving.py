@@ -7,7 +7,7 @@ import tempfile
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -147,9 +147,9 @@ def acceptance_length(answers: Iterable[Answer]) -> float | None:
 
     The first token of an answer belongs to the prompt: 9 tokens at 2.0 are 4 passes.
     """
-    known = [answer for answer in answers if answer.tau]
-    num_tokens = sum(answer.num_tokens - 1 for answer in known)
-    return ratio(num_tokens, sum((answer.num_tokens - 1) / answer.tau for answer in known))
+    taus = [(each.output_tokens - 1, each.mean_acceptance_length) for each in answers]
+    known = [(num_tokens, tau) for num_tokens, tau in taus if tau]
+    return ratio(sum(num for num, _ in known), sum(num / tau for num, tau in known))
 
 
 WAITING = {"seconds_per_token": "time per token", "longest_pause": "longest pause", "ttft": "TTFT"}
@@ -159,7 +159,7 @@ def load_figures(loads: Sequence[Load]) -> dict[str, Any]:
     """Speed of the median load; median and worst waiting times of all clients in seconds."""
     figures: dict[str, Any] = {
         "tps": median(load.tps for load in loads),
-        "output_tokens": sum(answer.num_tokens for answer in loads[0].answers),
+        "output_tokens": sum(answer.output_tokens for answer in loads[0].answers),
     }
     for name in WAITING:
         spread = spread_of(getattr(answer, name) for load in loads for answer in load.answers)
@@ -216,13 +216,7 @@ def answer_rows(cell: Cell) -> Iterator[dict[str, Any]]:
     """A row per answer, for the CSV."""
     for role, count, run in cell.numbered():
         for question, answer in zip(cell.questions, run.answers, strict=True):
-            yield {
-                **row_of(CLIENTS, cell),
-                **{"role": role, "run": count, "set": question.set_name, "id": question.id},
-                "output_tokens": answer.num_tokens,
-                "ttft": answer.ttft,
-                "seconds": answer.ended,
-                "seconds_per_token": answer.seconds_per_token,
-                "longest_pause": answer.longest_pause,
-                "mean_acceptance_length": answer.tau,
-            }
+            place = {"role": role, "run": count, "set": question.set_name, "id": question.id}
+            figures = asdict(answer)
+            del figures["text"]
+            yield row_of(CLIENTS, cell) | place | figures

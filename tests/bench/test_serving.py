@@ -94,19 +94,18 @@ def has_ended(process_id: int) -> bool:
 
 def random_stream(dice: random.Random) -> tuple[list[tuple[float, str]], servers.Answer]:
     """Pieces with their moments, some without text, and what a client makes of them."""
-    answer = servers.Answer()
     now = 0.0
     pieces = []
     for _ in range(dice.randrange(1, 9)):
         now += dice.choice([0.0, 0.01, dice.random()])
         text = dice.choice(["", "a", "bc"])
         pieces.append((now, text))
-        answer.take({"choices": [{"delta": {"content": text}}]}, now)
     now += 0.01
+    stream = [(at, {"choices": [{"delta": {"content": text}}]}) for at, text in pieces]
+    stream.append((now, {"choices": [{"delta": {}, "finish_reason": "length"}]}))
     pieces.append((now, ""))
-    answer.take({"choices": [{"delta": {}, "finish_reason": "length"}]}, now)
-    answer.take({"choices": [], "usage": {"completion_tokens": len(pieces)}}, now + 1)
-    return pieces, answer
+    stream.append((now + 1, {"choices": [], "usage": {"completion_tokens": len(pieces)}}))
+    return pieces, servers.read_answer(stream)
 
 
 def test_waits_are_those_of_a_naive_reading():
@@ -137,9 +136,11 @@ def test_waits_are_those_of_a_naive_reading():
 
 
 def test_acceptance_is_tokens_over_passes():
-    answers = [servers.Answer(num_tokens=9, tau=2.0), servers.Answer(num_tokens=4, tau=1.0)]
+    answers = [
+        servers.Answer("", n, mean_acceptance_length=tau) for n, tau in ((9, 2.0), (4, 1.0))
+    ]
     assert serving.acceptance_length(answers) == pytest.approx((8 + 3) / (4 + 3))
-    assert serving.acceptance_length([servers.Answer(num_tokens=9)]) is None
+    assert serving.acceptance_length([servers.Answer("", 9)]) is None
 
 
 # --- processes ----------------------------------------------------------------------------
@@ -150,11 +151,11 @@ def test_clients_share_the_requests_and_servers_end_with_the_block(stub):
         ids = [server.process.pid for server in up.values()]
         load = servers.run_load(up["one"], bodies(*["a b c"] * 5, "d"), 3)
         assert [answer.text for answer in load.answers] == ["abc"] * 5 + ["d"]
-        assert [answer.num_tokens for answer in load.answers] == [4] * 5 + [2]
+        assert [answer.output_tokens for answer in load.answers] == [4] * 5 + [2]
         assert load.tps == pytest.approx(22 / load.seconds)
         # Two of them one after the other take three sleeps each.
         assert load.seconds >= 0.12 and load.answers[0].longest_pause > 0
-        assert all(answer.tau == 1.5 for answer in load.answers)
+        assert all(answer.mean_acceptance_length == 1.5 for answer in load.answers)
     assert all(map(has_ended, ids))
 
 
