@@ -32,7 +32,7 @@ from .conditions import DEMO_NAMES
 from .flags import ALL, build_parser, check_contexts, check_questions, draft_names, read_settings
 from .measure import Measurement
 from .questions import load_questions
-from .report import PLOTS, full_report, results
+from .report import PLOTS, report
 from .report_file import read_report, report_of, write_report
 from .runner import Models
 from .serving import ServerMeasurement
@@ -47,8 +47,8 @@ NUM_LINES = 20  # lines of progress in all, if standard error is no terminal
 def run(args: argparse.Namespace) -> None:
     """Check, load, measure, print, write; or check a report file that is there."""
     if args.check_report is not None:
-        report = read_report(args.check_report)
-        print(f"A report as it should be, with {len(report['runs'])} runs: {args.check_report}")
+        num_runs = len(read_report(args.check_report)["runs"])
+        print(f"A report as it should be, with {num_runs} runs: {args.check_report}")
         return
     settings = read_settings(args)
     questions = load_questions(settings.prompts, settings.limit)
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> None:
             **found,
         }
         # Before anything is written: what took hours to measure is not lost to a full disk.
-        print(results(document), flush=True)
+        print(report(document), flush=True)
         write_all(document, rows, args)
 
 
@@ -225,7 +225,7 @@ def write_all(document: Document, rows: Sequence[Document], args: argparse.Names
         writer = csv.DictWriter(file, fieldnames=rows[0])
         writer.writeheader()
         writer.writerows(rows)
-    (args.out / "report.md").write_text(full_report(document, images))
+    (args.out / "report.md").write_text(report(document, images))
     plots_too = f", {PLOTS}/" if images else ""
     print(f"Written to {args.out}: report.md, results.json, results.csv{plots_too}")
     if args.picture is not None:

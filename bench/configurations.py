@@ -102,9 +102,14 @@ class Cell:
         pairs = zip(self.plain, self.runs, strict=True)
         return median_of(run.tps / base.tps for base, run in pairs if base.tps and run.tps)
 
+    @property
+    def both(self) -> tuple[list[Any], list[Any]]:
+        """The plain runs, and the configuration's."""
+        return self.plain, self.runs
+
     def numbered(self) -> Iterator[tuple[str, int, Any]]:
         """All runs with their role ("plain" or "speculative") and their number in it."""
-        for role, runs in (("plain", self.plain), ("speculative", self.runs)):
+        for role, runs in zip(("plain", "speculative"), self.both, strict=True):
             for number, run in enumerate(runs):
                 yield role, number, run
 

@@ -1,47 +1,9 @@
-"""Figures of measured rows: each with its name in JSON, its heading and its form in tables.
+"""Figures of several measured values, and their form in texts and tables."""
 
-A tuple of figures describes a row once: ``row_of`` computes what goes into the results, and
-``table`` prints the same row in the report.
-"""
-
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterable, Sequence
 from statistics import median
-from typing import Any
 
 import numpy as np
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A figure of a row.
-
-    ``name`` is that in the results, "" if several others are shown together; ``heading`` that of
-    its column, "" if it is not shown. ``show`` puts the value into words, or the whole row if
-    there is no name. ``of`` computes the value from what was measured.
-    """
-
-    name: str
-    heading: str = ""
-    show: Callable[[Any], str] = str
-    of: Callable[[Any], Any] | None = None
-
-
-Figures = Sequence[Figure]
-
-
-def row_of(figures: Figures, measured: Any) -> dict[str, Any]:
-    """The values of all figures that are computed, ready for JSON."""
-    return {each.name: each.of(measured) for each in figures if each.of is not None}
-
-
-def table(figures: Figures, rows: Iterable[Mapping[str, Any]], heading: str = "") -> str:
-    """A table of the figures that have headings, below a ``heading``; nothing without rows."""
-    shown = [figure for figure in figures if figure.heading]
-    cells = [[each.show(row[each.name] if each.name else row) for each in shown] for row in rows]
-    drawn = markdown_table([figure.heading for figure in shown], cells)
-    return f"{heading}\n\n{drawn}".strip() if cells else ""
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -79,24 +41,11 @@ def spread_of(values: Iterable[float | None]) -> dict[str, float] | None:
     return dict(zip(("median", "q1", "q3", "min", "max"), found, strict=True), n=len(present))
 
 
-def number(value: float | None, digits: int = 2, unit: str = "", factor: float = 1.0) -> str:
+def number(value: float | None, digits: int = 2, unit: str = "") -> str:
     """A number with ``digits`` after the point; "-" for None."""
-    return "-" if value is None else f"{factor * value:.{digits}f}{unit}"
+    return "-" if value is None else f"{value:.{digits}f}{unit}"
 
 
-number3 = partial(number, digits=3)
-times = partial(number, unit="x")  # "1.25x", of a ratio
-milliseconds = partial(number, digits=1, factor=1e3)  # of seconds
-
-
-def numbers(values: Sequence[float]) -> str:
-    """Several numbers: "0.71 0.55"; "-" for none."""
-    return " ".join(map(number, values)) or "-"
-
-
-def with_spread(spread: Mapping[str, float] | None, middle: float | None = None) -> str:
-    """ "5.10 [4.90-5.30]": the median, or ``middle`` in its place, and the quartiles."""
-    if spread is None:
-        return "-"
-    middle = spread["median"] if middle is None else middle
-    return f"{number(middle)} [{number(spread['q1'])}-{number(spread['q3'])}]"
+def milliseconds(seconds: float | None, digits: int = 1) -> str:
+    """Seconds as milliseconds; "-" for None."""
+    return number(None if seconds is None else 1e3 * seconds, digits)

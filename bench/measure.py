@@ -20,12 +20,11 @@ from .configurations import (
     take_turns,
 )
 from .costs import Bench, Costs, Timings, time_parts
-from .figures import row_of
 from .flags import Settings
 from .parity import compare_texts
 from .questions import Question, by_set, prompt_tokens, typical_context
 from .runner import WARM_UP_TOKENS, Models, run_batch, run_once, run_woven
-from .summary import BATCH, run_rows, scenario_summary
+from .summary import batch_figures, run_rows, scenario_summary
 
 LONGEST = 8  # rows of a verify pass that are always timed
 Progress = Callable[[], None]
@@ -132,7 +131,7 @@ class Measurement:
             warm_up = partial(run, min(most, WARM_UP_TOKENS))
             repeat_turns(cells, self.settings, warm_up, partial(run, most), progress)
             compare_texts(self.models.target, cells)
-        return [row_of(BATCH, [cell]) for cell in chain(*groups)]
+        return [batch_figures(cell) for cell in chain(*groups)]
 
 
 def timed_rows(configurations: Sequence[Configuration]) -> tuple[list[int], list[int]]:

@@ -22,7 +22,7 @@ from mlx_eagle.system.cli_values import flag_of
 
 from .conditions import DEMO_NAMES
 from .configurations import PLAIN, Cell, Configuration, make_configurations, num_runs, repeat_turns
-from .figures import Figure, milliseconds, number, ratio, row_of, spread_of, times
+from .figures import ratio, spread_of
 from .flags import Settings
 from .questions import Question
 from .runner import WARM_UP_TOKENS
@@ -70,7 +70,7 @@ class ServerMeasurement:
         cells = list(chain(*groups))
         names = {"model": self.args.model, "head": self.args.draft_model}
         names = {key: name or DEMO_NAMES[key] for key, name in names.items()}
-        results = [row_of(LOADS, cell) for cell in cells]
+        results = [row_of(cell) for cell in cells]
         return {"conditions": names, "serving": results}, list(chain(*map(answer_rows, cells)))
 
 
@@ -136,12 +136,6 @@ def load(
 # --- figures ------------------------------------------------------------------------------------
 
 
-def differing(cell: Cell) -> list[str]:
-    """Names of the questions whose answers differ between the servers."""
-    answers = zip(cell.questions, cell.plain[0].answers, cell.runs[0].answers, strict=True)
-    return [question.name for question, one, other in answers if one.text != other.text]
-
-
 def acceptance_length(answers: Iterable[Answer]) -> float | None:
     """Tokens per target pass over all answers, from each one's own; None if none has it.
 
@@ -152,64 +146,37 @@ def acceptance_length(answers: Iterable[Answer]) -> float | None:
     return ratio(sum(num for num, _ in known), sum(num / tau for num, tau in known))
 
 
-WAITING = {"seconds_per_token": "time per token", "longest_pause": "longest pause", "ttft": "TTFT"}
-
-
 def load_figures(loads: Sequence[Load]) -> dict[str, Any]:
     """Speed of the median load; median and worst waiting times of all clients in seconds."""
     figures: dict[str, Any] = {
         "tps": median(load.tps for load in loads),
         "output_tokens": sum(answer.output_tokens for answer in loads[0].answers),
     }
-    for name in WAITING:
+    for name in ("seconds_per_token", "longest_pause", "ttft"):
         spread = spread_of(getattr(answer, name) for load in loads for answer in load.answers)
         figures[name] = spread and {"median": spread["median"], "worst": spread["max"]}
     return figures
 
 
-def waiting(name: str, role: str, heading: str) -> Figure:
-    """Waiting times in milliseconds: "50 [70]", the median and the worst."""
+def row_of(cell: Cell) -> dict[str, Any]:
+    """Figures of a configuration with so many clients."""
+    answers = zip(cell.questions, cell.plain[0].answers, cell.runs[0].answers, strict=True)
+    return {
+        **place_of(cell),
+        "num_prompts": len(cell.questions),
+        "plain": load_figures(cell.plain),
+        "speculative": load_figures(cell.runs),
+        "speedup": cell.speedup,
+        "mean_acceptance_length": acceptance_length(
+            answer for load in cell.runs for answer in load.answers
+        ),
+        "differing": [question.name for question, one, other in answers if one.text != other.text],
+        "num_runs": len(cell.runs),
+    }
 
-    def show(figures: Mapping[str, Any]) -> str:
-        found = figures[name]
-        words = found and [milliseconds(found[key], digits=0) for key in ("median", "worst")]
-        return f"{words[0]} [{words[1]}]" if words else "-"
 
-    return Figure(role, heading, show)
-
-
-def texts_identical(row: Mapping[str, Any]) -> str:
-    """Number of texts that are the same from both servers: "3 of 4"."""
-    return f"{row['num_prompts'] - len(row['differing'])} of {row['num_prompts']}"
-
-
-CLIENTS = (
-    Figure("clients", "clients", of=lambda cell: cell.at_once),
-    Figure("configuration", "configuration", of=lambda cell: cell.configuration.label),
-)
-LOADS = (
-    *CLIENTS,
-    Figure("num_prompts", of=lambda cell: len(cell.questions)),
-    Figure("plain", "mlx_lm.server tok/s", lambda figures: number(figures["tps"]),
-           lambda cell: load_figures(cell.plain)),
-    Figure("speculative", "mlx_eagle.server tok/s", lambda figures: number(figures["tps"]),
-           lambda cell: load_figures(cell.runs)),
-    Figure("speedup", "ratio", times, lambda cell: cell.speedup),
-    Figure("mean_acceptance_length", "tau", number,
-           lambda cell: acceptance_length(a for load in cell.runs for a in load.answers)),
-    Figure("differing", of=differing),
-    Figure("", "texts identical", texts_identical),
-    Figure("num_runs", "loads", of=lambda cell: len(cell.runs)),
-)  # fmt: skip
-"""Figures of a configuration with so many clients."""
-WAITS = (
-    *CLIENTS,
-    *(
-        waiting(name, role, f"{words} ms: {short}")
-        for name, words in WAITING.items()
-        for role, short in (("plain", "plain"), ("speculative", "drafted"))
-    ),
-)
+def place_of(cell: Cell) -> dict[str, Any]:
+    return {"clients": cell.at_once, "configuration": cell.configuration.label}
 
 
 def answer_rows(cell: Cell) -> Iterator[dict[str, Any]]:
@@ -219,4 +186,4 @@ def answer_rows(cell: Cell) -> Iterator[dict[str, Any]]:
             place = {"role": role, "run": count, "set": question.set_name, "id": question.id}
             figures = asdict(answer)
             del figures["text"]
-            yield row_of(CLIENTS, cell) | place | figures
+            yield place_of(cell) | place | figures

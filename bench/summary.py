@@ -1,6 +1,6 @@
-"""Summary of runs of single prompts as plain data: figures by prompt set and by prompt."""
+"""Summary of runs as plain data: figures by prompt set, by prompt and by batch."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from statistics import median
 from typing import Any
@@ -9,33 +9,19 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from mlx_eagle.decoding.stats import Stats
-from mlx_eagle.system.device import megabytes
 
 from .configurations import Cell, Cells
 from .costs import Costs
-from .figures import (
-    Figure,
-    median_of,
-    milliseconds,
-    number,
-    number3,
-    numbers,
-    ratio,
-    row_of,
-    spread_of,
-    times,
-    with_spread,
-)
-from .parity import count_identical, largest_margin, parity_words
+from .figures import median_of, ratio, spread_of
 from .questions import by_set
 from .runner import Models, Run
 
 Result = Mapping[str, Any]
-RunLists = Iterable[Sequence[Run]]
-"""Runs of several prompts, of one kind: plain or not."""
-
-
-# --- figures of cells: all of one configuration in a set, all there are, or one ------------------
+COUNTS = (
+    "mean_acceptance_length", "acceptance_rate", "acceptance_by_position", "num_rounds",
+    "num_plain_steps", "accepted_histogram", "cumulative_acceptance_by_position",
+)  # fmt: skip
+"""Figures of ``Stats`` that are shown of a configuration."""
 
 
 def seconds_per_token(runs: Iterable[Run]) -> float | None:
@@ -43,7 +29,7 @@ def seconds_per_token(runs: Iterable[Run]) -> float | None:
     return median_of(ratio(1.0, run.tps) for run in runs)
 
 
-def total_tps(run_lists: RunLists) -> float | None:
+def total_tps(run_lists: Iterable[Sequence[Run]]) -> float | None:
     """Tokens per second over several prompts: all tokens over the sum of median times."""
     num_tokens = 0.0
     seconds = 0.0
@@ -61,160 +47,99 @@ def stats_of(cells: Cells) -> Stats:
     return sum((run.stats for cell in cells for run in cell.runs), Stats())
 
 
-def round_seconds(cells: Cells) -> float | None:
-    """Seconds per target pass in the median run; None if nothing was timed."""
-    timed = (run for cell in cells for run in cell.runs if run.tps is not None)
-    return median_of(ratio(run.seconds, run.stats.num_target_forwards) for run in timed)
+def group_figures(cells: Cells) -> dict[str, Any]:
+    """Figures of a configuration over a set of prompts, or over all of them."""
+    stats = stats_of(cells)
+    found: dict[str, Any] = {name: getattr(stats, name) for name in COUNTS}
+    lists = zip(*(cell.both for cell in cells), strict=True)
+    for prefix, own in zip(("plain_", ""), lists, strict=True):
+        runs = list(chain(*own))
+        found[f"{prefix}tps"] = total_tps(own)
+        found[f"{prefix}tps_spread"] = spread_of(run.tps for run in runs)
+        found[f"{prefix}ttft"] = spread_of(run.ttft for run in runs)
+        found[f"{prefix}peak_bytes"] = max(run.peak_bytes for run in runs)
+    timed = (run for run in runs if run.tps is not None)
+    return found | {
+        "num_prompts": len(cells),
+        "output_tokens": sum(cell.runs[0].num_tokens for cell in cells),
+        "num_runs": len(runs),
+        "round_seconds": median_of(ratio(r.seconds, r.stats.num_target_forwards) for r in timed),
+        "speedup": ratio(found["tps"], found["plain_tps"]),
+        "speedup_by_prompt": spread_of(cell.speedup for cell in cells),
+        "target_forwards_per_token": ratio(stats.num_target_forwards, stats.num_emitted),
+        "head_forwards_per_round": ratio(stats.num_head_forwards, stats.num_rounds) or 0.0,
+        "evals_per_round": ratio(stats.num_evals, stats.num_target_forwards),
+    }
 
 
-def both(
-    name: str, of: Callable[[RunLists], Any], plain: str = "", runs: str = "", show: Any = number
-) -> tuple[Figure, Figure]:
-    """One figure of the plain runs, and of the others; ``plain`` and ``runs`` are headings."""
-    return (
-        Figure(f"plain_{name}", plain, show, lambda cells: of(cell.plain for cell in cells)),
-        Figure(name, runs, show, lambda cells: of(cell.runs for cell in cells)),
-    )
+def batch_figures(cell: Cell) -> dict[str, Any]:
+    """Figures of a configuration on a batch."""
+    first = cell.runs[0]
+    stats = stats_of([cell])
+    found: dict[str, Any] = {
+        "batch": cell.at_once,
+        "set": cell.set_name,
+        "configuration": cell.configuration.label,
+        "output_tokens": first.num_tokens,
+        "mean_acceptance_length": stats.tau,
+        "num_rounds": stats.num_rounds,
+        "num_plain_steps": stats.num_plain_steps,
+        "num_runs": len(cell.runs),
+        "parity": cell.parity,
+        "drafting_events": [event.what for event in first.stats.drafting_events],
+    }
+    for clock, of in (("tps_after_prefill", "tps"), ("tps", "call_tps")):
+        plain, drafted = (median(getattr(run, of) for run in each) for each in cell.both)
+        speedup = clock.replace("tps", "speedup")
+        found |= {f"plain_{clock}": plain, clock: drafted, speedup: ratio(drafted, plain)}
+    return found
 
 
-def speeds(
-    name: str, of: Callable[[RunLists], Any], plain: str = "", runs: str = "", speedup: str = ""
-) -> tuple[Figure, ...]:
-    """Plain and drafted tokens per second, and their ratio; the last three are headings."""
-    one, other = both(name, of, plain, runs)
-    name = name.replace("tps", "speedup")
-    return one, other, Figure(name, speedup, times, lambda c: ratio(other.of(c), one.of(c)))
+def name_of(cell: Cell) -> dict[str, Any]:
+    """Prompt and configuration of a cell with one prompt."""
+    return {
+        "set": cell.set_name,
+        "id": cell.questions[0].id,
+        "drafter": cell.configuration.drafter,
+        "configuration": cell.configuration.label,
+    }
 
 
-def counted(name: str, heading: str = "", show: Any = str) -> Figure:
-    """A figure of ``Stats``, over all runs."""
-    return Figure(name, heading, show, lambda cells: getattr(stats_of(cells), name))
+def prompt_figures(cell: Cell) -> dict[str, Any]:
+    """Figures of a configuration on one prompt."""
+    first = cell.runs[0]
+    return {
+        **name_of(cell),
+        "prompt_tokens": len(cell.prompts[0]),
+        "output_tokens": first.num_tokens,
+        "plain_tps": total_tps([cell.plain]),
+        "tps": total_tps([cell.runs]),
+        "speedup": cell.speedup,
+        "mean_acceptance_length": stats_of([cell]).tau,
+        "repeatable": all(run.texts == first.texts for run in cell.runs),
+        "stats": first.stats.to_dict(),
+        "parity": cell.parity[0],
+    }
 
 
-def per(part: str, whole: str, name: str, heading: str, show: Any = number) -> Figure:
-    """The ratio of two counts of ``Stats``, over all runs; 0 without any."""
-
-    def of(cells: Cells) -> float:
-        stats = stats_of(cells)
-        return ratio(getattr(stats, part), getattr(stats, whole)) or 0.0
-
-    return Figure(name, heading, show, of)
-
-
-def middle(spread: Mapping[str, float]) -> str:
-    """The median in whole milliseconds."""
-    return milliseconds(spread["median"], digits=0)
-
-
-PLACE = (Figure("set", "set"), Figure("configuration", "configuration"))
-SPEED = (
-    *PLACE,
-    Figure("num_prompts", of=len),
-    Figure("output_tokens", of=lambda cells: sum(cell.runs[0].num_tokens for cell in cells)),
-    Figure("round_seconds", of=round_seconds),
-    *both("tps_spread", lambda lists: spread_of(run.tps for run in chain(*lists))),
-    Figure("", "plain tok/s", lambda row: with_spread(row["plain_tps_spread"], row["plain_tps"])),
-    Figure("", "speculative tok/s", lambda row: with_spread(row["tps_spread"], row["tps"])),
-    *speeds("tps", total_tps, speedup="ratio"),
-    Figure(
-        "speedup_by_prompt",
-        "ratio by prompt",
-        with_spread,
-        lambda cells: spread_of(cell.speedup for cell in cells),
-    ),
-    Figure("speedup_by_prompt", "worst prompt", lambda found: times((found or {}).get("min"))),
-    Figure("num_runs", "runs", of=lambda cells: sum(len(cell.runs) for cell in cells)),
-)
-START = (
-    *PLACE,
-    *both("ttft", lambda lists: spread_of(run.ttft for run in chain(*lists)),
-          "TTFT plain ms", "TTFT ms", middle),
-    *both("peak_bytes", lambda lists: max(run.peak_bytes for run in chain(*lists)),
-          "peak plain", "peak", megabytes),
-)  # fmt: skip
-ACCEPTANCE = (
-    *PLACE,
-    counted("mean_acceptance_length", "mean acceptance length (tau)", number),
-    counted("acceptance_rate", "acceptance", number),
-    counted("acceptance_by_position", "by position", numbers),
-)
-COUNTS = (
-    *PLACE,
-    counted("num_rounds"),
-    counted("num_plain_steps"),
-    counted("accepted_histogram", "accepted lengths",
-            lambda counts: " ".join(f"{kept}:{n}" for kept, n in enumerate(counts)) or "-"),
-    counted("cumulative_acceptance_by_position", "cumulative acceptance by position", numbers),
-    per("num_target_forwards", "num_emitted",
-        "target_forwards_per_token", "target forwards/token", number3),
-    per("num_head_forwards", "num_rounds", "head_forwards_per_round", "head forwards/round"),
-    per("num_evals", "num_target_forwards", "evals_per_round", "evals/round"),
-)  # fmt: skip
-GROUP = (*SPEED, *START, *ACCEPTANCE, *COUNTS)
-"""Figures of a configuration over a set of prompts, or over all of them."""
-
-BATCH = (
-    Figure("batch", "prompts at once", of=lambda cells: cells[0].at_once),
-    Figure("set", "set", of=lambda cells: cells[0].set_name),
-    Figure("configuration", "configuration", of=lambda cells: cells[0].configuration.label),
-    Figure("output_tokens", of=lambda cells: cells[0].runs[0].num_tokens),
-    *speeds("tps_after_prefill", lambda lists: median(run.tps for run in chain(*lists)),
-            "plain batch tok/s", "speculative tok/s", "ratio"),
-    *speeds("tps", lambda lists: median(run.call_tps for run in chain(*lists)),
-            "whole call: plain", "whole call: speculative", "whole call: ratio"),
-    counted("mean_acceptance_length", "tau", number),
-    counted("num_rounds"),
-    counted("num_plain_steps"),
-    Figure("num_runs", of=lambda cells: len(cells[0].runs)),
-    Figure("parity", "outputs identical", count_identical, lambda cells: cells[0].parity),
-    Figure("parity", "largest margin where not", largest_margin),
-    Figure("drafting_events", "drafting events", lambda events: ", ".join(events) or "-",
-           lambda cells: [event.what for event in cells[0].runs[0].stats.drafting_events]),
-)  # fmt: skip
-"""Figures of a configuration on a batch."""
-
-NAMES = (
-    Figure("set", of=lambda cells: cells[0].set_name),
-    Figure("id", of=lambda cells: cells[0].questions[0].id),
-    Figure("drafter", of=lambda cells: cells[0].configuration.drafter),
-    Figure("", "prompt", lambda row: f"{row['set']}/{row['id']}"),
-    Figure("configuration", "configuration", of=lambda cells: cells[0].configuration.label),
-)
-PROMPT = (
-    *NAMES,
-    Figure("prompt_tokens", "prompt tokens", of=lambda cells: len(cells[0].prompts[0])),
-    Figure("output_tokens", "output tokens", of=lambda cells: cells[0].runs[0].num_tokens),
-    *both("tps", total_tps, "plain tok/s", "speculative tok/s"),
-    Figure("speedup", "ratio", times, lambda cells: cells[0].speedup),
-    counted("mean_acceptance_length", "tau", number),
-    Figure("repeatable", of=lambda cells: all(
-        run.texts == cells[0].runs[0].texts for run in cells[0].runs)),
-    Figure("stats", of=lambda cells: cells[0].runs[0].stats.to_dict()),
-    Figure("parity", "parity", parity_words, lambda cells: cells[0].parity[0]),
-)  # fmt: skip
-"""Figures of a configuration on one prompt."""
-
-
-def run_rows(cells: Cells, scenario: dict[str, Any]) -> list[dict[str, Any]]:
+def run_rows(cells: Cells, scenario: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """A row per run, for the CSV; ``scenario`` has context and temperature."""
-    return [
-        {
-            **scenario,
-            **row_of(NAMES, [cell]),
-            "role": role,
-            "run": number,
-            "prompt_tokens": len(cell.prompts[0]),
-            "output_tokens": run.num_tokens,
-            "timed_tokens": run.num_timed,
-            "seconds": run.seconds,
-            "tokens_per_second": run.tps,
-            "ttft": run.ttft,
-            "peak_bytes": run.peak_bytes,
-            "mean_acceptance_length": run.stats and run.stats.tau,
-        }
-        for cell in cells
-        for role, number, run in cell.numbered()
-    ]
+    for cell in cells:
+        for role, number, run in cell.numbered():
+            yield {
+                **scenario,
+                **name_of(cell),
+                "role": role,
+                "run": number,
+                "prompt_tokens": len(cell.prompts[0]),
+                "output_tokens": run.num_tokens,
+                "timed_tokens": run.num_timed,
+                "seconds": run.seconds,
+                "tokens_per_second": run.tps,
+                "ttft": run.ttft,
+                "peak_bytes": run.peak_bytes,
+                "mean_acceptance_length": run.stats and run.stats.tau,
+            }
 
 
 def configuration_result(cells: Cells, costs: Costs | None) -> dict[str, Any]:
@@ -223,7 +148,7 @@ def configuration_result(cells: Cells, costs: Costs | None) -> dict[str, Any]:
     size = configuration.size
     figures = {}
     for name, group in {"overall": cells, **by_set(cells)}.items():
-        figures[name] = figure = row_of(GROUP, group)
+        figures[name] = figure = group_figures(group)
         if costs is not None and configuration.kind == "chain" and size:
             tau = figure["mean_acceptance_length"]
             figure["prediction"] = costs.predict(tau, size, figure["speedup"])
@@ -267,24 +192,12 @@ def scenario_summary(
         "plain_step_measured": seconds_per_token(plain_runs),
         "configurations": results,
         "drafters": drafters,
-        "prompts": [row_of(PROMPT, [cell]) for cell in cells],
+        "prompts": [prompt_figures(cell) for cell in cells],
     }
     return scenario | {"side_by_side": side_by_side(models, scenario)}
 
 
 # --- several drafters ----------------------------------------------------------------------------
-
-SIDE_BY_SIDE = (
-    Figure("drafter", "draft model"),
-    Figure("", "fastest with", lambda row: way_of(row["configuration"], row["drafter"])),
-    Figure("tps", "tok/s", number),
-    Figure("speedup", "ratio", times),
-    Figure("speedup_of_worst_prompt", "worst prompt", times),
-    Figure("mean_acceptance_length", "tau", number),
-    Figure("weight_bytes", "weights", lambda size: megabytes(size) if size else "none"),
-    Figure("peak_bytes", "peak memory", megabytes),
-    Figure("", "outputs identical", lambda row: f"{row['identical']} of {row['num_prompts']}"),
-)
 
 
 def side_by_side(models: Models, scenario: Result) -> list[dict[str, Any]]:

@@ -44,7 +44,7 @@ NAMES = ("generate", "chat", "server", "convert", "bench", "train", "doctor", "w
 COMMANDS = [f"mlx_eagle.{name}" for name in NAMES]
 SHIPPED = [
     ".py", ".txt", ".typed", ".jsonl", ".json", ".safetensors", ".html", ".css", ".js",
-    ".mplstyle",
+    ".mplstyle", ".jinja",
 ]  # fmt: skip
 BUILD_SDIST = "import sys; from hatchling.build import build_sdist as b; b(sys.argv[1])"
 

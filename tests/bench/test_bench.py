@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 from helpers import byte_tokenizer
 
-from mlx_eagle.bench import figures, measure, questions, runner, serving, summary
+from mlx_eagle.bench import figures, measure, questions, report, runner, summary
 from mlx_eagle.bench.configurations import Cell, make_configurations, schedule
 from mlx_eagle.bench.costs import Costs
-from mlx_eagle.bench.figures import markdown_table, row_of
+from mlx_eagle.bench.figures import markdown_table
 from mlx_eagle.bench.flags import Settings
 from mlx_eagle.decoding.stats import Stats
 from mlx_eagle.drafters.acceptance_stats import expected_tokens
@@ -30,22 +30,6 @@ def test_spread_is_the_naive_one():
         assert spread[key] == pytest.approx(naive)
     assert figures.spread_of([None]) is None
     assert figures.spread_of([2.0])["q1"] == 2.0
-
-
-TABLES = (
-    *(summary.SPEED, summary.START, summary.ACCEPTANCE, summary.COUNTS, summary.SIDE_BY_SIDE),
-    *(summary.PROMPT, summary.BATCH, serving.LOADS, serving.WAITS),
-)
-
-
-def test_a_figure_is_described_once():
-    """No table has a heading twice, and no row a figure that is computed twice."""
-    for described in (*TABLES, summary.GROUP):
-        names = [f.name for f in described if f.of is not None]
-        assert len(set(names)) == len(names)
-    for described in TABLES:
-        headings = [f.heading for f in described if f.heading]
-        assert headings and len(set(headings)) == len(headings)
 
 
 def make_stats(accepted: list[int], size: int) -> Stats:
@@ -91,7 +75,7 @@ def test_speeds_are_tokens_over_the_sum_of_median_times():
         fake_cell("a", 0, [2.0, 9.0, 2.2], [1.0, 1.1, 5.0]),
         fake_cell("b", 1, [4.0, 4.0, 4.0], [5.0, 5.0, 4.0]),
     ]
-    result = row_of(summary.GROUP, cells)
+    result = summary.group_figures(cells)
     assert result["plain_tps"] == pytest.approx(20 / (2.2 + 4.0))
     assert result["tps"] == pytest.approx(20 / (1.1 + 5.0))
     assert result["speedup"] == pytest.approx(6.2 / 6.1)
@@ -115,7 +99,7 @@ def test_a_text_of_one_token_has_no_speed():
     cell = fake_cell("a", 0, [0.0], [0.0])
     cell.runs[:] = [runner.Run([[7]], 0, 0.0, Stats())]
     cell.plain[:] = [runner.Run([[7]], 0, 0.0)]
-    result = row_of(summary.GROUP, [cell])
+    result = summary.group_figures([cell])
     assert result["speedup"] is None and result["tps"] is None and result["round_seconds"] is None
 
 
@@ -285,3 +269,4 @@ def test_prompts_go_through_the_template_and_are_padded_exactly():
 def test_markdown_escapes_bars():
     table = markdown_table(["a|b"], [["1"], ["x|y"]])
     assert table.splitlines() == ["| a\\|b |", "|---|", "| 1 |", "| x\\|y |"]
+    assert report.cell("x|y\nz") == "x\\|y z"

@@ -33,7 +33,6 @@ from mlx_eagle.bench import (
     summary,
 )
 from mlx_eagle.bench.configurations import PLAIN, Cell, chain_of
-from mlx_eagle.bench.figures import row_of, table
 from mlx_eagle.bench.flags import Settings
 from mlx_eagle.bench.parity import compare_texts
 from mlx_eagle.demo import __main__ as demo
@@ -364,22 +363,12 @@ def test_all_known_drafters_of_a_target(monkeypatch, capsys, tiny):
 
 
 def test_the_report_says_which_to_take():
-    shown = dict.fromkeys((figure.name for figure in summary.SIDE_BY_SIDE), 1)
     rows = [
-        {
-            **shown,
-            "identical": 1,
-            "num_prompts": 1,
-            "drafter": name,
-            "configuration": "auto",
-            "speedup": x,
-        }
+        {"drafter": name, "configuration": "auto", "speedup": x}
         for name, x in (("a", 1.42), ("b", 0.9))
     ]
-    assert report.which_to_take({"side_by_side": rows})[1].startswith("Take a, auto: 1.42x")
-    said = report.which_to_take({"side_by_side": rows[1:]})[1]
-    assert said.startswith("Take none: the fastest, b")
-    assert report.which_to_take({"side_by_side": []}) == []
+    assert report.advice(rows).startswith("Take a, auto: 1.42x")
+    assert report.advice(rows[1:]).startswith("Take none: the fastest, b")
 
 
 def test_names_of_several_draft_models(monkeypatch, tmp_path, tiny):
@@ -458,8 +447,9 @@ def test_batches_beside_mlx_lms_own(monkeypatch, capsys, tmp_path, tiny):
 
 def cells_of_batches(rows: list[dict]) -> list[list[str]]:
     """The cells of the report's table of batches."""
-    lines = table(summary.BATCH, rows).splitlines()[2:]
-    return [line[2:-2].split(" | ") for line in lines]
+    document = {"conditions": {"load_average": 0.0}, "scenarios": [], "batches": rows}
+    (table,) = tables_in(report.report(document))
+    return [list(row.values()) for row in table]
 
 
 def test_batches_are_made_set_by_set(tiny):
@@ -496,7 +486,7 @@ def test_a_text_that_differs_in_a_batch_is_shown_with_its_margin(tiny):
     cell.plain.append(runner.Run(texts, 16, 2.0, call_seconds=4.0))
     cell.runs.append(runner.Run(other, 14, 1.0, make_stats([1, 0, 1, 0], 2), call_seconds=4.0))
     compare_texts(tiny.target, [cell])
-    row = row_of(summary.BATCH, [cell])
+    row = summary.batch_figures(cell)
     assert (row["speedup"], row["speedup_after_prefill"]) == (1.0, (16 - 2) / 1.0 / (16 / 2.0))
     assert [verification["index"] for verification in row["parity"]] == [None, 5]
     (line,) = cells_of_batches([row])
