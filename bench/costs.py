@@ -8,7 +8,6 @@ tau / (c(k + 1) + k d + overhead).
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import count
 from statistics import median
 from typing import Any, NamedTuple
@@ -132,134 +131,107 @@ def time_parts(
                 found.setdefault(size, []).append(bench.time(part, size))
 
 
-@dataclass(frozen=True)
-class Costs:
-    """Medians in seconds: ``verify`` and ``accept`` by rows R, ``propose`` by draft length.
+Costs = Mapping[str, Any]
+"""Figures of ``costs_of``, ready for JSON."""
 
-    ``verify`` may have more rows than ``accept``, for trees. ``*_build`` is the time in which the
-    host builds the graph of that part.
+
+def costs_of(timings: Timings) -> Costs:
+    """Costs by the medians of all samples, in seconds or in plain steps, passes over one row.
+
+    By rows R: ``verify_seconds`` T(R), ``verify_cost`` c(R) = T(R) / T(1), ``accept_seconds``. By
+    draft length: ``draft_seconds``, ``host_seconds`` for which a round waits for the host, and
+    ``overhead`` beyond c(k + 1) + k d in plain steps. ``d`` is one more draft token (head forward,
+    logits, pick) in plain steps. ``*_build_seconds``: the host builds the graph of that part.
     """
-
-    verify: Mapping[int, float]
-    accept: Mapping[int, float]
-    propose: Mapping[int, float]
-    verify_build: Mapping[int, float]
-    propose_build: Mapping[int, float]
-
-    @classmethod
-    def of(cls, timings: Timings) -> "Costs":
-        """Costs from the medians of all samples."""
-
-        def medians(part: str, name: str) -> dict[int, float]:
-            samples = timings[part].items()
-            return {size: median(getattr(t, name) for t in each) for size, each in samples}
-
-        runs = [medians(part, "run") for part in ("verify", "accept", "propose")]
-        return cls(*runs, medians("verify", "build"), medians("propose", "build"))
-
-    @property
-    def plain_step(self) -> float:
-        """Seconds of a pass over one row, T(1): the unit of c, d and the overhead."""
-        return self.verify[1]
-
-    def c(self, num_rows: int) -> float:
-        """Verify cost c(R) = T(R) / T(1)."""
-        return self.verify[num_rows] / self.plain_step
-
-    @property
-    def chain_step(self) -> float:
-        """Seconds that one more draft token takes: head forward, logits, pick."""
-        return max(0.0, _slope(self.propose))
-
-    @property
-    def d(self) -> float:
-        """A chain step in plain steps."""
-        return self.chain_step / self.plain_step
-
-    def draft(self, size: int) -> float:
-        """Seconds of a draft of ``size`` tokens after the accept pass, which ran the head once."""
-        return self.propose[1] + (size - 1) * self.chain_step if size else 0.0
-
-    def host(self, size: int) -> float:
-        """Seconds that a round waits for the host.
-
-        It builds the draft while the device runs the accept pass before it, and the verify pass
-        while the device drafts.
-        """
-        if not size:
-            return 0.0
-        drafting = self.propose_build[1] + (size - 1) * max(0.0, _slope(self.propose_build))
-        busy = self.accept[size + 1] + self.draft(size)
-        drafted = max(drafting, self.accept[size + 1]) + self.draft(size)
-        return max(drafted, drafting + self.verify_build[size + 1]) - busy
-
-    def overhead(self, size: int) -> float:
-        """Cost of a round beyond c(k + 1) + k d, in plain steps."""
-        accept = self.accept[size + 1] if size else 0.0
-        rest = accept + self.draft(size) - size * self.chain_step + self.host(size)
-        return rest / self.plain_step
-
-    def round(self, size: int) -> float:
-        """Cost of a round with ``size`` drafts, in plain steps."""
-        return self.c(size + 1) + size * self.d + self.overhead(size)
-
-    def point(self, tau: float, size: int) -> dict[str, float]:
-        """Predicted speedup at a mean acceptance length of ``tau``, and its bound.
-
-        The bound is the speedup without any overhead: tau / (c(k + 1) + k d).
-        """
-        bound = tau / (self.c(size + 1) + size * self.d)
-        speedup = tau / self.round(size)
-        return {"k": size, "mean_acceptance_length": tau, "speedup": speedup, "bound": bound}
-
-    def predict(self, tau: float, size: int, measured: float | None) -> dict[str, Any]:
-        """Predicted speedup beside the measured one, and the share of the bound reached."""
-        point = self.point(tau, size)
-        return {
-            "mean_acceptance_length": tau,
-            "predicted": point["speedup"],
-            "measured": measured,
-            "error": None if measured is None else point["speedup"] / measured - 1.0,
-            "bound": point["bound"],
-            "fraction_of_bound": None if measured is None else measured / point["bound"],
-        }
-
-    def curve(self, alphas: Sequence[float]) -> list[dict[str, float]]:
-        """The prediction at every k, from the acceptance by position."""
-        sizes = range(1, max(self.accept))
-        return [self.point(expected_tokens(alphas, DraftShape(size)), size) for size in sizes]
-
-    def time_split(self, size: int, round_seconds: float) -> dict[str, float]:
-        """Seconds of a measured round: its parts as timed by themselves, and the rest, ``host``.
-
-        The rest is below zero if the parts were slower by themselves than in the run.
-        """
-        verify = self.verify[size + 1]
-        draft = self.draft(size)
-        accept = self.accept[size + 1]
-        host = round_seconds - (verify + draft + accept)
-        parts = {"verify": verify, "draft": draft, "accept": accept, "host": host}
-        return parts | {"round": round_seconds}
-
-    def to_dict(self) -> dict[str, Any]:
-        """All measured costs and the figures that follow from them, ready for JSON."""
-        return {
-            "verify_seconds": dict(self.verify),
-            "verify_cost": {rows: self.c(rows) for rows in self.verify},
-            "verify_build_seconds": dict(self.verify_build),
-            "accept_seconds": dict(self.accept),
-            "draft_seconds": dict(self.propose),
-            "draft_build_seconds": dict(self.propose_build),
-            "plain_step_seconds": self.plain_step,
-            "chain_step_seconds": self.chain_step,
-            "d": self.d,
-            "host_seconds": {rows - 1: self.host(rows - 1) for rows in self.accept},
-            "overhead": {rows - 1: self.overhead(rows - 1) for rows in self.accept},
-        }
+    run = medians(timings, "run")
+    build = medians(timings, "build")
+    verify = run["verify"]
+    step = verify[1]
+    chain_step = slope(run["propose"])
+    hosts = {0: 0.0}
+    overheads = {0: 0.0}
+    for rows in list(run["accept"])[1:]:
+        size = rows - 1
+        accept = run["accept"][rows]
+        draft = draft_seconds(run["propose"][1], chain_step, size)
+        # The host builds the draft while the device runs the accept pass before it, and the verify
+        # pass while the device drafts.
+        drafting = draft_seconds(build["propose"][1], slope(build["propose"]), size)
+        drafted = max(drafting, accept) + draft
+        hosts[size] = max(drafted, drafting + build["verify"][rows]) - (accept + draft)
+        overheads[size] = (accept + draft - size * chain_step + hosts[size]) / step
+    return {
+        "verify_seconds": verify,
+        "verify_cost": {rows: seconds / step for rows, seconds in verify.items()},
+        "verify_build_seconds": build["verify"],
+        "accept_seconds": run["accept"],
+        "draft_seconds": run["propose"],
+        "draft_build_seconds": build["propose"],
+        "plain_step_seconds": step,
+        "chain_step_seconds": chain_step,
+        "d": chain_step / step,
+        "host_seconds": hosts,
+        "overhead": overheads,
+    }
 
 
-def _slope(seconds: Mapping[int, float]) -> float:
-    """Seconds per token between the shortest and the longest draft."""
+def medians(timings: Timings, name: str) -> dict[str, dict[int, float]]:
+    """Median seconds of every part by its size, to build its graph or to run it."""
+    return {
+        part: {size: median(getattr(t, name) for t in each) for size, each in samples.items()}
+        for part, samples in timings.items()
+    }
+
+
+def slope(seconds: Mapping[int, float]) -> float:
+    """Seconds per token between the shortest and the longest draft, at least 0."""
     low = min(seconds)
     high = max(seconds)
-    return (seconds[high] - seconds[low]) / (high - low)
+    return max(0.0, (seconds[high] - seconds[low]) / (high - low))
+
+
+def draft_seconds(first: float, step: float, size: int) -> float:
+    """Seconds of a draft after the accept pass, which ran the head once."""
+    return first + (size - 1) * step
+
+
+def point(costs: Costs, tau: float, size: int) -> dict[str, float]:
+    """Predicted speedup at a mean acceptance length of ``tau``, and its bound.
+
+    The bound is the speedup without any overhead: tau / (c(k + 1) + k d).
+    """
+    least = costs["verify_cost"][size + 1] + size * costs["d"]
+    speedup = tau / (least + costs["overhead"][size])
+    return {"k": size, "mean_acceptance_length": tau, "speedup": speedup, "bound": tau / least}
+
+
+def predict(costs: Costs, tau: float, size: int, measured: float | None) -> dict[str, Any]:
+    """Predicted speedup beside the measured one, and the share of the bound reached."""
+    found = point(costs, tau, size)
+    return {
+        "mean_acceptance_length": tau,
+        "predicted": found["speedup"],
+        "measured": measured,
+        "error": None if measured is None else found["speedup"] / measured - 1.0,
+        "bound": found["bound"],
+        "fraction_of_bound": None if measured is None else measured / found["bound"],
+    }
+
+
+def curve(costs: Costs, alphas: Sequence[float]) -> list[dict[str, float]]:
+    """The prediction at every k, from the acceptance by position."""
+    sizes = range(1, max(costs["accept_seconds"]))
+    return [point(costs, expected_tokens(alphas, DraftShape(size)), size) for size in sizes]
+
+
+def time_split(costs: Costs, size: int, round_seconds: float) -> dict[str, float]:
+    """Seconds of a measured round: its parts as timed by themselves, and the rest, ``host``.
+
+    The rest is below zero if the parts were slower by themselves than in the run.
+    """
+    parts = {
+        "verify": costs["verify_seconds"][size + 1],
+        "draft": draft_seconds(costs["draft_seconds"][1], costs["chain_step_seconds"], size),
+        "accept": costs["accept_seconds"][size + 1],
+    }
+    return {**parts, "host": round_seconds - sum(parts.values()), "round": round_seconds}

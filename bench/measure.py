@@ -19,7 +19,7 @@ from .configurations import (
     repeat_turns,
     take_turns,
 )
-from .costs import Bench, Costs, Timings, time_parts
+from .costs import Bench, Costs, Timings, costs_of, time_parts
 from .flags import Settings
 from .parity import compare_texts
 from .questions import Question, by_set, prompt_tokens, typical_context
@@ -119,7 +119,7 @@ class Measurement:
             take_turns(row, settings.order, run_all, progress)
         cells = list(chain(*rows))
         compare_texts(models.target, cells)
-        costs = {name: Costs.of(found) for name, found in timings.items()}
+        costs = {name: costs_of(found) for name, found in timings.items()}
         return cells, (costs, len(typical))
 
     def run_batches(self, progress: Progress) -> list[dict[str, Any]]:

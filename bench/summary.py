@@ -11,7 +11,7 @@ from mlx.utils import tree_flatten
 from mlx_eagle.decoding.stats import Stats
 
 from .configurations import Cell, Cells
-from .costs import Costs
+from .costs import Costs, curve, predict, time_split
 from .figures import median_of, ratio, spread_of
 from .questions import by_set
 from .runner import Models, Run
@@ -151,9 +151,9 @@ def configuration_result(cells: Cells, costs: Costs | None) -> dict[str, Any]:
         figures[name] = figure = group_figures(group)
         if costs is not None and configuration.kind == "chain" and size:
             tau = figure["mean_acceptance_length"]
-            figure["prediction"] = costs.predict(tau, size, figure["speedup"])
+            figure["prediction"] = predict(costs, tau, size, figure["speedup"])
             if figure["round_seconds"] is not None:
-                figure["time_split"] = costs.time_split(size, figure["round_seconds"])
+                figure["time_split"] = time_split(costs, size, figure["round_seconds"])
     return {
         "label": configuration.label,
         "drafter": configuration.drafter,
@@ -182,9 +182,9 @@ def scenario_summary(
     drafters = []
     for name, found in costs.items():
         own = chains(result for result in results if result["drafter"] == name)
-        curve = found.curve(own[-1]["overall"]["acceptance_by_position"]) if own else []
-        timed = {"context": context, **found.to_dict()}
-        drafters.append({"name": name, "costs": timed, "curve": curve})
+        points = curve(found, own[-1]["overall"]["acceptance_by_position"]) if own else []
+        timed = {"context": context, **found}
+        drafters.append({"name": name, "costs": timed, "curve": points})
     plain_runs = [run for cell in cells for run in cell.plain]
     scenario = {
         "prompt_tokens": spread_of(len(cell.prompts[0]) for cell in next(iter(groups.values()))),

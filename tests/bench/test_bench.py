@@ -1,14 +1,12 @@
 """The benchmark's arithmetic and prompt sets, against naive computations."""
 
 import statistics
-from dataclasses import replace
 
 import pytest
 from helpers import byte_tokenizer
 
-from mlx_eagle.bench import figures, measure, questions, report, runner, summary
+from mlx_eagle.bench import costs, figures, measure, questions, report, runner, summary
 from mlx_eagle.bench.configurations import Cell, make_configurations, schedule
-from mlx_eagle.bench.costs import Costs
 from mlx_eagle.bench.figures import markdown_table
 from mlx_eagle.bench.flags import Settings
 from mlx_eagle.decoding.stats import Stats
@@ -103,42 +101,55 @@ def test_a_text_of_one_token_has_no_speed():
     assert result["speedup"] is None and result["tps"] is None and result["round_seconds"] is None
 
 
-def make_costs() -> Costs:
-    return Costs(
-        verify={1: 0.10, 2: 0.11, 3: 0.12, 4: 0.13},
-        accept={1: 0.005, 2: 0.006, 3: 0.007, 4: 0.008},
-        propose={1: 0.002, 4: 0.014},
-        verify_build={1: 0.004, 2: 0.005, 3: 0.005, 4: 0.005},
-        propose_build={1: 0.001, 4: 0.010},
-    )
+RUNS = {
+    "verify": {1: 0.10, 2: 0.11, 3: 0.12, 4: 0.13},
+    "accept": {1: 0.005, 2: 0.006, 3: 0.007, 4: 0.008},
+    "propose": {1: 0.002, 4: 0.014},
+}
+BUILDS = {"verify": {1: 0.004, 2: 0.005, 3: 0.005, 4: 0.005}, "propose": {1: 0.001, 4: 0.010}}
+
+
+def make_costs(builds: dict | None = None) -> costs.Costs:
+    """Costs of samples around these medians."""
+    builds = {"accept": dict.fromkeys(RUNS["accept"], 0.0), **BUILDS, **(builds or {})}
+    return costs.costs_of(
+        {
+            part: {
+                size: [costs.Timing(factor * builds[part][size], factor * seconds)
+                       for factor in (0.5, 1.0, 7.0)]
+                for size, seconds in sizes.items()
+            }
+            for part, sizes in RUNS.items()
+        }
+    )  # fmt: skip
 
 
 # What builds slowly, and how long the device then waits in a round of 1, 2 and 3 drafts.
 HOSTS = {
     "fast": ({}, (0.0, 0.0, 0.0)),
-    "slow pass": ({"verify_build": {2: 0.05, 3: 0.05, 4: 0.05}}, (0.043, 0.041, 0.039)),
-    "slow draft": ({"propose_build": {1: 0.02, 4: 0.05}}, (0.017, 0.023, 0.032)),
+    "slow pass": ({"verify": {1: 0.0, 2: 0.05, 3: 0.05, 4: 0.05}}, (0.043, 0.041, 0.039)),
+    "slow draft": ({"propose": {1: 0.02, 4: 0.05}}, (0.017, 0.023, 0.032)),
 }
 
 
 @pytest.mark.parametrize("host", HOSTS)
 def test_prediction_is_the_sum_of_a_rounds_parts(host):
     changes, waits = HOSTS[host]
-    costs = replace(make_costs(), **changes)
+    found = make_costs(changes)
     step = (0.014 - 0.002) / 3
-    assert costs.d == pytest.approx(step / 0.1)
+    assert found["d"] == pytest.approx(step / 0.1)
     for k, wait in zip((1, 2, 3), waits, strict=True):
-        assert costs.host(k) == pytest.approx(wait, abs=1e-9)
-        seconds = costs.verify[k + 1] + costs.accept[k + 1] + 0.002 + (k - 1) * step + wait
-        assert costs.round(k) == pytest.approx(seconds / 0.1)
-        point = costs.point(2.5, k)
+        assert found["host_seconds"][k] == pytest.approx(wait, abs=1e-9)
+        accept = RUNS["accept"][k + 1]
+        seconds = RUNS["verify"][k + 1] + accept + 0.002 + (k - 1) * step + wait
+        point = costs.point(found, 2.5, k)
         assert point["speedup"] == pytest.approx(2.5 * 0.1 / seconds)
-        bound = 2.5 / (costs.verify[k + 1] / 0.1 + k * step / 0.1)
+        bound = 2.5 / (RUNS["verify"][k + 1] / 0.1 + k * step / 0.1)
         assert point["bound"] == pytest.approx(bound)
-    result = costs.predict(2.5, 3, 1.5)
+    result = costs.predict(found, 2.5, 3, 1.5)
     assert result["error"] == pytest.approx(result["predicted"] / 1.5 - 1)
     assert result["fraction_of_bound"] == pytest.approx(1.5 / result["bound"])
-    assert costs.predict(2.5, 3, None)["error"] is None
+    assert costs.predict(found, 2.5, 3, None)["error"] is None
 
 
 def test_expected_tokens_sum_the_chances_of_getting_that_far():
@@ -154,15 +165,15 @@ def test_expected_tokens_sum_the_chances_of_getting_that_far():
 
 
 def test_the_curve_agrees_with_single_predictions():
-    costs = make_costs()
-    points = costs.curve([0.8, 0.5])
+    points = costs.curve(make_costs(), [0.8, 0.5])
     assert [point["k"] for point in points] == [1, 2, 3]
     assert points[2]["mean_acceptance_length"] == pytest.approx(1 + 0.8 + 0.4 + 0.2)
-    assert points[2]["speedup"] == pytest.approx(2.4 / costs.round(3))
+    single = costs.point(make_costs(), 2.4, 3)
+    assert points[2]["speedup"] == pytest.approx(single["speedup"])
 
 
 def test_the_parts_of_a_round_add_up_to_it():
-    split = make_costs().time_split(3, 0.2)
+    split = costs.time_split(make_costs(), 3, 0.2)
     parts = [split[name] for name in ("verify", "draft", "accept", "host")]
     assert sum(parts) == pytest.approx(split["round"]) == pytest.approx(0.2)
 

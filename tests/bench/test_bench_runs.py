@@ -17,7 +17,7 @@ from mlx_eagle.bench import (
     runner,
 )
 from mlx_eagle.bench.configurations import PLAIN, Configuration, make_configurations
-from mlx_eagle.bench.costs import Bench, Costs, Timings, time_parts
+from mlx_eagle.bench.costs import Bench, Timings, costs_of, time_parts
 from mlx_eagle.bench.flags import Settings
 
 
@@ -47,8 +47,8 @@ def test_costs_leave_no_trace_and_cover_every_size(tiny):
     assert sorted(verify) == [1, 2, 3, 4, 9] and sorted(accept) == [1, 2, 3, 4]
     assert all(len(timings) == 2 for timings in verify.values())
     assert len(first) == 3
-    costs = Costs.of(timings)
-    assert costs.verify[2] == statistics.median(t.run for t in verify[2])
+    costs = costs_of(timings)
+    assert costs["verify_seconds"][2] == statistics.median(t.run for t in verify[2])
     assert sorted(propose) == [1, 4]
     bench = Bench(tiny.target, head_of(tiny), [1, 2])
     time_parts(bench, timings, {"verify": [1, 2], "accept": [1], "propose": [3]}, 1)
