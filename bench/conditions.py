@@ -42,13 +42,12 @@ def machine() -> dict[str, Any]:
 def describe(models: Models, names: dict[str, str]) -> dict[str, Any]:
     """Target, drafters and template; ``names`` are those that the user gave."""
     drafters = models.drafters.items()
-    has_template = models.tokenizer.has_chat_template
     result = {
         "model": names["model"],
         **{f"model_{key}": value for key, value in facts_of([models.target]).items()},
         "head": names["head"],
         "drafters": [{"name": name} | facts_of(drafter.modules()) for name, drafter in drafters],
-        "chat_template": "on" if has_template else "none in the tokenizer",
+        "chat_template": "on" if models.tokenizer.has_chat_template else "none in the tokenizer",
     }
     if models.compared is not None:
         result["compared_draft_model"] = names["compared"]

@@ -74,22 +74,22 @@ class Measurement:
         ``progress`` is called after every run.
         """
         scenarios = []
-        rows = []
+        runs = []
         for context, temp in product(self.settings.contexts, self.settings.temps):
-            cells, drafters = self.run_scenario(context, temp, progress)
             name = {"context": context, "temp": temp}
-            scenarios.append(name | scenario_summary(self.models, cells, *drafters))
-            rows += run_rows(cells, name)
+            rows, costs = self.run_scenario(context, temp, progress)
+            scenarios.append(name | scenario_summary(self.models, rows, costs))
+            runs += [name | run for row in rows for cell in row for run in run_rows(cell)]
         batches = self.run_batches(progress)
         models = conditions.describe(self.models, self.names)
-        return {"conditions": models, "scenarios": scenarios, "batches": batches}, rows
+        return {"conditions": models, "scenarios": scenarios, "batches": batches}, runs
 
     def run_scenario(
         self, context: int | None, temp: float, progress: Progress
-    ) -> tuple[list[Cell], tuple[dict[str, Costs], int]]:
+    ) -> tuple[list[list[Cell]], dict[str, Costs]]:
         """Run all repeats at one context and temperature; parts are timed before every prompt.
 
-        Returns the cells, the costs of every drafter, and the tokens of context they are for.
+        Returns the cells of every prompt, and the costs of every drafter.
         """
         models = self.models
         settings = self.settings
@@ -117,10 +117,9 @@ class Measurement:
             woven = partial(run_woven, models, prompt=row[0].prompts[0], **options)
             run_all = woven if settings.order == "weave" else partial(map, run)
             take_turns(row, settings.order, run_all, progress)
-        cells = list(chain(*rows))
-        compare_texts(models.target, cells)
-        costs = {name: costs_of(found) for name, found in timings.items()}
-        return cells, (costs, len(typical))
+        compare_texts(models.target, chain(*rows))
+        timed = {"context": len(typical)}
+        return rows, {name: timed | costs_of(found) for name, found in timings.items()}
 
     def run_batches(self, progress: Progress) -> list[dict[str, Any]]:
         """Run every batch size on every set: one result per configuration."""

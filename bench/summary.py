@@ -122,24 +122,22 @@ def prompt_figures(cell: Cell) -> dict[str, Any]:
     }
 
 
-def run_rows(cells: Cells, scenario: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """A row per run, for the CSV; ``scenario`` has context and temperature."""
-    for cell in cells:
-        for role, number, run in cell.numbered():
-            yield {
-                **scenario,
-                **name_of(cell),
-                "role": role,
-                "run": number,
-                "prompt_tokens": len(cell.prompts[0]),
-                "output_tokens": run.num_tokens,
-                "timed_tokens": run.num_timed,
-                "seconds": run.seconds,
-                "tokens_per_second": run.tps,
-                "ttft": run.ttft,
-                "peak_bytes": run.peak_bytes,
-                "mean_acceptance_length": run.stats and run.stats.tau,
-            }
+def run_rows(cell: Cell) -> Iterator[dict[str, Any]]:
+    """A row per run, for the CSV."""
+    for role, number, run in cell.numbered():
+        yield {
+            **name_of(cell),
+            "role": role,
+            "run": number,
+            "prompt_tokens": len(cell.prompts[0]),
+            "output_tokens": run.num_tokens,
+            "timed_tokens": run.num_timed,
+            "seconds": run.seconds,
+            "tokens_per_second": run.tps,
+            "ttft": run.ttft,
+            "peak_bytes": run.peak_bytes,
+            "mean_acceptance_length": run.stats and run.stats.tau,
+        }
 
 
 def configuration_result(cells: Cells, costs: Costs | None) -> dict[str, Any]:
@@ -166,33 +164,28 @@ def configuration_result(cells: Cells, costs: Costs | None) -> dict[str, Any]:
 
 
 def scenario_summary(
-    models: Models, cells: Cells, costs: Mapping[str, Costs], context: int
+    models: Models, rows: Sequence[Cells], costs: Mapping[str, Costs]
 ) -> dict[str, Any]:
     """One scenario: every configuration, every prompt, and every drafter's ``costs``.
 
-    The costs were timed on ``context`` tokens.
+    ``rows`` have the cells of one prompt each, in the order of the configurations.
     """
-    groups: dict[str, list[Cell]] = {}
-    for cell in cells:
-        groups.setdefault(cell.configuration.label, []).append(cell)
-    results = [
-        configuration_result(own, costs.get(own[0].configuration.drafter))
-        for own in groups.values()
-    ]
+    results = []
+    for cells in zip(*rows, strict=True):
+        results.append(configuration_result(cells, costs.get(cells[0].configuration.drafter)))
     drafters = []
     for name, found in costs.items():
         own = chains(result for result in results if result["drafter"] == name)
         points = curve(found, own[-1]["overall"]["acceptance_by_position"]) if own else []
-        timed = {"context": context, **found}
-        drafters.append({"name": name, "costs": timed, "curve": points})
-    plain_runs = [run for cell in cells for run in cell.plain]
+        drafters.append({"name": name, "costs": found, "curve": points})
+    plain_runs = [run for row in rows for cell in row for run in cell.plain]
     scenario = {
-        "prompt_tokens": spread_of(len(cell.prompts[0]) for cell in next(iter(groups.values()))),
+        "prompt_tokens": spread_of(len(row[0].prompts[0]) for row in rows),
         "output_tokens": spread_of(run.num_tokens for run in plain_runs),
         "plain_step_measured": seconds_per_token(plain_runs),
         "configurations": results,
         "drafters": drafters,
-        "prompts": [prompt_figures(cell) for cell in cells],
+        "prompts": [prompt_figures(cell) for row in rows for cell in row],
     }
     return scenario | {"side_by_side": side_by_side(models, scenario)}
 
