@@ -29,6 +29,7 @@ from mlx_eagle.system.ranks import is_first, num_ranks, run_on_ranks
 
 from . import conditions
 from .conditions import DEMO_NAMES
+from .configurations import num_runs
 from .flags import ALL, build_parser, check_contexts, check_questions, draft_names, read_settings
 from .measure import Measurement
 from .questions import load_questions
@@ -47,8 +48,8 @@ NUM_LINES = 20  # lines of progress in all, if standard error is no terminal
 def run(args: argparse.Namespace) -> None:
     """Check, load, measure, print, write; or check a report file that is there."""
     if args.check_report is not None:
-        num_runs = len(read_report(args.check_report)["runs"])
-        print(f"A report as it should be, with {num_runs} runs: {args.check_report}")
+        num_entries = len(read_report(args.check_report)["runs"])
+        print(f"A report as it should be, with {num_entries} runs: {args.check_report}")
         return
     settings = read_settings(args)
     questions = load_questions(settings.prompts, settings.limit)
@@ -71,7 +72,7 @@ def run(args: argparse.Namespace) -> None:
         models, names = load_models(args)
         check_contexts(settings, context_size(models.target))
         measurement = Measurement(models, names, questions, settings)
-    with counting(measurement.num_runs()) as count:
+    with counting(num_runs(measurement.groups(), settings)) as count:
         found, rows = measurement.run(count)
     if is_first():
         document = {

@@ -138,33 +138,20 @@ def num_runs(groups: Iterable[Cells], settings: Settings) -> int:
     return settings.repeats * sum(len(schedule(cells, settings.order)) for cells in groups)
 
 
-def take_turns(
-    cells: Cells,
-    order: str,
-    run_all: Callable[[list[Configuration]], Iterable[Any]],
-    progress: Callable[[], None],
-) -> None:
-    """Run one repeat and call ``progress`` after each run.
-
-    ``run_all`` runs a list of configurations and returns their runs in the same order.
-    """
-    steps = schedule(cells, order)
-    runs = run_all([configuration for configuration, _ in steps])
-    for (_, lists), run in zip(steps, runs, strict=True):
-        for each in lists:
-            each.append(run)
-        progress()
-
-
-def repeat_turns(
-    cells: Cells,
+def run_turns(
+    groups: Iterable[Cells],
     settings: Settings,
-    warm_up: Callable[[Configuration], object],
-    run: Callable[[Configuration], Any],
+    run_all: Callable[[Cells, list[Configuration]], Iterable[Any]],
     progress: Callable[[], None],
 ) -> None:
-    """Warm up every configuration, then run all repeats."""
-    for configuration in (PLAIN, *(cell.configuration for cell in cells)):
-        warm_up(configuration)
-    for _ in range(settings.repeats):
-        take_turns(cells, settings.order, lambda steps: map(run, steps), progress)
+    """Run all repeats of groups of cells, and call ``progress`` after each run.
+
+    ``run_all`` runs a group's configurations, and returns their runs in the same order.
+    """
+    for cells in [*groups] * settings.repeats:
+        steps = schedule(cells, settings.order)
+        runs = run_all(cells, [configuration for configuration, _ in steps])
+        for (_, lists), run in zip(steps, runs, strict=True):
+            for each in lists:
+                each.append(run)
+            progress()

@@ -1,29 +1,20 @@
 """Measuring: every configuration on every prompt, and on batches of prompts."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain, product
 from typing import Any
 
 from mlx_eagle.drafters.tree import Tree
 
 from . import conditions
-from .configurations import (
-    PLAIN,
-    Cell,
-    Configuration,
-    make_configurations,
-    num_runs,
-    repeat_turns,
-    take_turns,
-)
+from .configurations import PLAIN, Cell, Cells, Configuration, make_configurations, run_turns
 from .costs import Bench, Costs, Timings, costs_of, time_parts
 from .flags import Settings
 from .parity import compare_texts
 from .questions import Question, by_set, prompt_tokens, typical_context
-from .runner import WARM_UP_TOKENS, Models, run_batch, run_once, run_woven
+from .runner import WARM_UP_TOKENS, Models, Run, run_batch, run_once, run_woven
 from .summary import batch_figures, run_rows, scenario_summary
 
 LONGEST = 8  # rows of a verify pass that are always timed
@@ -52,21 +43,20 @@ class Measurement:
             return found
         return [c for c in found if "tree" not in c.options or drafters[c.drafter].supports_trees]
 
+    def groups(self) -> list[list[Cell]]:
+        """All cells: those of a prompt take turns, and those of a batch."""
+        scenarios = len(self.settings.contexts) * len(self.settings.temps)
+        prompts = [[Cell(each) for each in self.configurations]] * len(self.questions)
+        return [*prompts * scenarios, *self.batches()]
+
     def batches(self) -> list[list[Cell]]:
         """Cells of every batch size and set; batches draft only chains."""
         chains = make_configurations(Settings(sizes=self.settings.sizes), self.models.drafters)
-        groups = product(self.settings.batches, by_set(self.questions).values())
         found = []
-        for size, group in groups:
+        for size, group in product(self.settings.batches, by_set(self.questions).values()):
             prompts = [prompt_tokens(question, self.models.tokenizer) for question in group[:size]]
             found.append([Cell(each, group[:size], prompts, size) for each in chains])
         return found
-
-    def num_runs(self) -> int:
-        """Number of measured generations, a batch being one, without warm-ups."""
-        scenarios = len(self.settings.contexts) * len(self.settings.temps)
-        prompts = [[Cell(each) for each in self.configurations]] * len(self.questions)
-        return num_runs([*prompts * scenarios, *self.batches()], self.settings)
 
     def run(self, progress: Progress) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """Measure everything: results and conditions for the document, and a row per run.
@@ -107,29 +97,37 @@ class Measurement:
         options = {"max_tokens": settings.max_tokens, "temp": temp, "seed": settings.seed}
         for configuration in (PLAIN, *configurations):  # ``auto`` learns the costs of the pair
             run_once(models, configuration, prompts[0], settings.max_tokens)
-        for row in rows * settings.repeats:
+
+        def run_all(row: Cells, steps: list[Configuration]) -> Iterable[Run]:
             for name, drafter in models.drafters.items():
                 # Its memory is free again before the runs, whose peak is measured.
-                time_parts(
-                    Bench(models.target, drafter, typical), timings[name], sizes, num_samples
-                )
-            run = partial(run_once, models, prompt=row[0].prompts[0], **options)
-            woven = partial(run_woven, models, prompt=row[0].prompts[0], **options)
-            run_all = woven if settings.order == "weave" else partial(map, run)
-            take_turns(row, settings.order, run_all, progress)
+                bench = Bench(models.target, drafter, typical)
+                time_parts(bench, timings[name], sizes, num_samples)
+                del bench
+            (prompt,) = row[0].prompts
+            if settings.order == "weave":
+                return run_woven(models, steps, prompt, **options)
+            return (run_once(models, each, prompt, **options) for each in steps)
+
+        run_turns(rows, settings, run_all, progress)
         compare_texts(models.target, chain(*rows))
         timed = {"context": len(typical)}
         return rows, {name: timed | costs_of(found) for name, found in timings.items()}
 
     def run_batches(self, progress: Progress) -> list[dict[str, Any]]:
         """Run every batch size on every set: one result per configuration."""
+        models = self.models
         most = self.settings.max_tokens
+
+        def run_all(cells: Cells, steps: list[Configuration]) -> Iterator[Run]:
+            return (run_batch(models, cells[0].prompts, most, each) for each in steps)
+
         groups = self.batches()
         for cells in groups:
-            run = partial(run_batch, self.models, cells[0].prompts)
-            warm_up = partial(run, min(most, WARM_UP_TOKENS))
-            repeat_turns(cells, self.settings, warm_up, partial(run, most), progress)
-            compare_texts(self.models.target, cells)
+            for each in (PLAIN, *(cell.configuration for cell in cells)):
+                run_batch(models, cells[0].prompts, min(most, WARM_UP_TOKENS), each)
+            run_turns([cells], self.settings, run_all, progress)
+            compare_texts(models.target, cells)
         return [batch_figures(cell) for cell in chain(*groups)]
 
 

@@ -76,15 +76,15 @@ def speedup(view: Result) -> Figure | None:
         (right, "mean_acceptance_length", "C5--", "from the longest chain's acceptance"),
     ):
         axes.plot(ks, [point[key] for point in view["curve"]], look, label=label)
-    overall = [c["overall"] for c in found]
-    sizes = [c["num_draft_tokens"] for c in found]
-    speeds = np.array([f["speedup"] for f in overall])
-    low, high = np.array([[f["speedup_by_prompt"][q] for f in overall] for q in ("q1", "q3")])
-    errors = np.maximum(0.0, [speeds - low, high - speeds])
-    words = "measured (bars: middle half of the prompts)"
-    left.errorbar(sizes, speeds, errors, fmt="C0o", capsize=5, zorder=3, label=words)
-    taus = [f["mean_acceptance_length"] for f in overall]
-    right.plot(sizes, taus, "C0o", zorder=3, label="measured")
+    for i, configuration in enumerate(found):
+        size = configuration["num_draft_tokens"]
+        own = configuration["overall"]
+        value = own["speedup"]
+        spread = own["speedup_by_prompt"]
+        error = [[max(0.0, value - spread["q1"])], [max(0.0, spread["q3"] - value)]]
+        words = "" if i else "measured (bars: middle half of the prompts)"
+        left.errorbar(size, value, error, fmt="C0o", capsize=5, zorder=3, label=words)
+        right.plot(size, own["mean_acceptance_length"], "C0o", label="" if i else "measured")
     left.axhline(1.0, color=GREY, lw=1.2, label="plain decoding")
     looks = cycle(product(("-.", "-"), ("C3", "C1", "C4")))  # those that the curves leave
     kinds = ("auto", "copies", "tree", "exact")
@@ -93,7 +93,7 @@ def speedup(view: Result) -> Figure | None:
         value = configuration["overall"]["speedup"]
         label = f"{configuration['label']}: {value:.2f}"
         left.axhline(value, color=colour, lw=1.6, ls=style, label=label)
-    ticks = {"xlabel": "draft length k", "xticks": sorted({*sizes, *ks})}
+    ticks = {"xlabel": "draft length k", "xticks": ks}
     finish(left, ylabel="speedup over plain decoding", title="Speedup", **ticks)
     finish(right, ylabel="tau", title="Mean acceptance length (tau)", **ticks)
     return figure
@@ -197,11 +197,10 @@ def tokens_per_second(scenario: Result) -> Figure | None:
     configurations = timed(scenario)
     if not configurations:
         return None
-    looks = [(c, c["label"], f"C{i}") for i, c in enumerate(configurations)]
-    num_bars = len(configurations[0]["sets"]) * (len(looks) + 1)
+    num_bars = len(configurations[0]["sets"]) * (len(configurations) + 1)
     figure, axes = plt.subplots(figsize=(max(6.6, 1.1 * num_bars), 4.4))
-    bars(axes, looks, GREY, "{0:.3g}", 8)
-    finish(axes, 1.0, min(4, len(looks) + 1), title="Speed by prompt set")
+    bars(axes, configurations, [GREY, *(f"C{i}" for i in range(len(configurations)))], 8)
+    axes.set_title("Speed by prompt set")
     return figure
 
 
@@ -210,30 +209,28 @@ def timed(scenario: Result) -> list[Result]:
     return [c for c in scenario["configurations"] if all(f["tps"] for f in c["sets"].values())]
 
 
-def bars(
-    axes: Axes, looks: Sequence[tuple[Result, str, str]], grey: str, words: str, size: int
-) -> None:
-    """Draw a group of bars per set: plain decoding, then configurations with label and colour.
+def bars(axes: Axes, shown: Sequence[Result], colours: Sequence[str], size: int) -> None:
+    """Draw a group of bars per set: plain decoding, then configurations.
 
-    ``words`` above a bar of this font ``size`` may hold the speed {0} and the ratio {1}.
+    Above a bar are speed and ratio in a font of this ``size``.
     """
-    sets = looks[0][0]["sets"]
+    sets = list(shown[0]["sets"])
     # Plain ran between the runs of every configuration; the bar is the mean of those medians.
-    plain = [(mean(c["sets"][name]["plain_tps"] for c, *_ in looks), None) for name in sets]
-    series = [(plain, "plain (mlx-lm)", grey)]
-    for configuration, label, colour in looks:
-        values = [(own["tps"], own["speedup"]) for own in configuration["sets"].values()]
-        series.append((values, label, colour))
+    plain = [mean(c["sets"][name]["plain_tps"] for c in shown) for name in sets]
+    series = [("plain decoding (mlx-lm)", plain, [f"{tps:.3g}" for tps in plain])]
+    for configuration in shown:
+        own = configuration["sets"].values()
+        words = [f"{each['tps']:.3g}\n{each['speedup']:.2f}x" for each in own]
+        series.append((configuration["label"], [each["tps"] for each in own], words))
     width = 0.8 / len(series)
-    for i, (values, label, colour) in enumerate(series):
-        xs = np.arange(len(sets)) + (i - (len(series) - 1) / 2) * width
-        heights = [tps for tps, _ in values]
-        drawn = axes.bar(xs, heights, 0.92 * width, color=colour, label=label)
-        above = [words.format(*each) if each[1] else f"{each[0]:.3g}" for each in values]
-        axes.bar_label(drawn, above, padding=3, fontsize=size, color=colour)
-    axes.set_ylabel("tokens per second")
-    axes.set_xticks(range(len(sets)), [name.replace("_", " ") for name in sets])
+    for i, (label, heights, words) in enumerate(series):
+        xs = np.arange(len(sets)) + (i - len(shown) / 2) * width
+        drawn = axes.bar(xs, heights, 0.92 * width, color=colours[i], label=label)
+        axes.bar_label(drawn, words, padding=3, fontsize=size, color=colours[i])
     axes.grid(axis="x", visible=False)
+    names = [name.replace("_", " ") for name in sets]
+    ticks = {"xticks": range(len(sets)), "xticklabels": names}
+    finish(axes, 1.22, min(4, len(series)), ylabel="tokens per second", **ticks)
 
 
 def shown(configurations: Sequence[Result]) -> list[Result]:
@@ -258,13 +255,12 @@ def draw_picture(document: Result, path: Path) -> None:
     configurations = shown(timed(document["scenarios"][0]))
     if not configurations:
         raise ValueError(f"--picture {path} was not drawn: the outputs are too short to be timed.")
-    looks = [(c, f"with drafts ({c['label']})", f"C{i}") for i, c in enumerate(configurations, 1)]
     conditions = document["conditions"]
     device = conditions["blas"] if conditions["device"] == "cpu" else "GPU"
     with plt.style.context([STYLE, PICTURE_STYLE]):
         figure, axes = plt.subplots(figsize=(8.4, 4.2))
-        bars(axes, looks, "C0", "{0:.1f}\n{1:.2f}x", 12)
-        finish(axes, 1.22, 3, title=conditions["model"])
+        bars(axes, configurations, ["C0", "C1", "C2"], 12)
+        axes.set_title(conditions["model"])
         figure.text(0.5, -0.1, f"{conditions['chip']}, {device}", ha="center", fontsize=10)
         figure.savefig(path, transparent=True)
         plt.close(figure)
@@ -284,21 +280,22 @@ def serving(rows: Sequence[Result]) -> Figure:
     lines = [("plain", labels[0], "mlx_lm.server", GREY)]
     for i, label in enumerate(labels):
         lines.append(("speculative", label, f"mlx_eagle.server, {label}", f"C{i}"))
-    clients = sorted({row["clients"] for row in rows})
+    clients = list(dict.fromkeys(row["clients"] for row in rows))
+    xs = range(len(clients))
     for role, label, words, colour in lines:
         own = [row for row in rows if row["configuration"] == label]
         speeds = [row[role]["tps"] for row in own]
-        left.plot(speeds, "o-", color=colour, label=words)
+        left.plot(xs, speeds, "o-", color=colour, label=words)
         if role == "speculative":
             ratios = [f"{row['speedup']:.2f}x" if row["speedup"] else "" for row in own]
-            write_above(left, ratios, range(len(own)), speeds, colour)
-        waits = [(x, row[role]["seconds_per_token"]) for x, row in enumerate(own)]
-        waits = [(x, 1e3 * w["median"], 1e3 * w["worst"]) for x, w in waits if w is not None]
-        if waits:
-            at, medians, worst = np.array(waits).T
-            up = [np.zeros(len(at)), worst - medians]
-            right.errorbar(at, medians, up, fmt="o-", color=colour, capsize=4, label=words)
-    ticks = {"xlabel": "clients at once", "xticks": range(len(clients)), "xticklabels": clients}
+            write_above(left, ratios, xs, speeds, colour)
+        waits = [row[role]["seconds_per_token"] or dict.fromkeys(("median", "worst"), np.nan)
+                 for row in own]  # fmt: skip
+        medians = np.array([1e3 * wait["median"] for wait in waits])
+        above = [1e3 * wait["worst"] for wait in waits] - medians
+        look = {"fmt": "o-", "color": colour, "capsize": 4}
+        right.errorbar(xs, medians, [0 * above, above], label=words, **look)
+    ticks = {"xlabel": "clients at once", "xticks": xs, "xticklabels": clients}
     finish(left, 1.1, ylabel="tokens per second, all clients", title="Speed", **ticks)
     title = "Time per token, median and worst"
     finish(right, 1.1, ylabel="milliseconds per token", title=title, **ticks)

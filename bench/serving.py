@@ -8,7 +8,6 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from statistics import median
@@ -21,7 +20,7 @@ from mlx_eagle.demo.pair import CONFIG, FILES, WEIGHTS, demo_target_path, load_d
 from mlx_eagle.system.cli_values import flag_of
 
 from .conditions import DEMO_NAMES
-from .configurations import PLAIN, Cell, Configuration, make_configurations, num_runs, repeat_turns
+from .configurations import PLAIN, Cell, Cells, Configuration, make_configurations, run_turns
 from .figures import ratio, spread_of
 from .flags import Settings
 from .questions import Question
@@ -46,10 +45,6 @@ class ServerMeasurement:
         clients = self.settings.clients
         return [[Cell(each, self.questions, at_once=n) for each in found] for n in clients]
 
-    def num_runs(self) -> int:
-        """Number of measured loads."""
-        return num_runs(self.groups(), self.settings)
-
     def run(self, progress: Callable[[], None]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """Start both servers and load them in turns: results, and a row per answer.
 
@@ -61,12 +56,15 @@ class ServerMeasurement:
             plain_target(self.args.model) as target,
             running(server_commands(self.args, target, self.settings)) as servers,
         ):
+
+            def run_all(cells: Cells, steps: list[Configuration]) -> Iterator[Load]:
+                return (load(servers, cells[0].at_once, self.questions, most, c) for c in steps)
+
             for cells in groups:
-                ask = partial(load, servers, cells[0].at_once)
-                first = self.questions[: cells[0].at_once]
-                warm_up = partial(ask, first, min(most, WARM_UP_TOKENS))
-                run = partial(ask, self.questions, most)
-                repeat_turns(cells, self.settings, warm_up, run, progress)
+                n = cells[0].at_once
+                for each in (PLAIN, *(cell.configuration for cell in cells)):
+                    load(servers, n, self.questions[:n], min(most, WARM_UP_TOKENS), each)
+                run_turns([cells], self.settings, run_all, progress)
         cells = list(chain(*groups))
         names = {"model": self.args.model, "head": self.args.draft_model}
         names = {key: name or DEMO_NAMES[key] for key, name in names.items()}

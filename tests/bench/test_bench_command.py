@@ -32,7 +32,7 @@ from mlx_eagle.bench import (
     runner,
     summary,
 )
-from mlx_eagle.bench.configurations import PLAIN, Cell, chain_of
+from mlx_eagle.bench.configurations import PLAIN, Cell, chain_of, num_runs
 from mlx_eagle.bench.flags import Settings
 from mlx_eagle.bench.parity import compare_texts
 from mlx_eagle.demo import __main__ as demo
@@ -461,7 +461,7 @@ def test_batches_are_made_set_by_set(tiny):
     assert [(row["set"], row["batch"]) for row in rows] == [("a", 2), ("b", 2)]
     assert next(runs) == 2 * 2 * 4
     of_mlx_lm = 4 * 2 * 4
-    assert measurement.num_runs() == 16 + 4 * 2 * 4 + of_mlx_lm
+    assert num_runs(measurement.groups(), settings) == 16 + 4 * 2 * 4 + of_mlx_lm
     (line, _) = cells_of_batches(rows)
     assert line[9] == f"{rows[0]['mean_acceptance_length']:.2f}"
 
