@@ -40,7 +40,6 @@ from .serving import ServerMeasurement
 
 Document = Mapping[str, Any]
 
-PICTURES = (".png", ".svg")
 EXTRA = "pip install 'mlx-eagle[bench]'"
 NUM_LINES = 20  # lines of progress in all, if standard error is no terminal
 
@@ -91,8 +90,8 @@ def run(args: argparse.Namespace) -> None:
 def check_files(args: argparse.Namespace) -> None:
     """Make the output folder; ValueError if a file that a flag asks for could not be written."""
     path = args.picture
-    if path is not None and path.suffix not in PICTURES:
-        raise ValueError(f"--picture is {path}: give the name of a {' or '.join(PICTURES)} file.")
+    if path is not None and path.suffix not in (".png", ".svg"):
+        raise ValueError(f"--picture is {path}: give the name of a .png or .svg file.")
     if path is not None and not has_matplotlib():
         raise ValueError(f"--picture needs matplotlib: {EXTRA}.")
     if is_first():

@@ -30,7 +30,6 @@ from mlx_eagle.system.cli_values import (
 from .questions import SETS, Question, by_set
 
 Value = TypeVar("Value")
-ORDERS = ("abba", "mirror", "weave")
 CLIENTS = "1,2,4,8"
 MOST_NOTES = 300  # characters, as report_file.schema.json has it
 ALL = "auto:all"  # every known drafter of the target
@@ -93,7 +92,7 @@ def build_parser() -> argparse.ArgumentParser:
     words = "Maximum prompts per set, evenly spread over it; 0: all (%(default)s)."
     add("--limit", type=int, default=10, help=words)
     add("--max-tokens", type=int, default=128, help="Maximum tokens per answer (%(default)s).")
-    words = "Draft tokens per step; auto picks the length per step (3)."
+    words = "Draft tokens per step; auto picks the length per step (%(default)s)."
     add("--num-draft-tokens", default="3", metavar="K,...", help=words)
     words = "Also draft these lengths with copies from the text, as HEAD+lookup does."
     add("--with-lookup", metavar="K,...", help=words)
@@ -111,18 +110,15 @@ def build_parser() -> argparse.ArgumentParser:
     add("--repeats", type=int, default=3, help="Runs of every prompt (%(default)s).")
     words = "abba: plain B B plain for every configuration; mirror: plain B C C B plain; weave: "
     words += "all at once, a few tokens each in turn, where other work disturbs (%(default)s)."
-    add("--order", choices=ORDERS, default="abba", help=words)
+    add("--order", choices=("abba", "mirror", "weave"), default="abba", help=words)
     add("--seed", type=int, default=0, help="Seed for temperatures above 0.")
-    words = "Where results go (%(default)s)."
-    add("--out", type=_path, default="bench-results", metavar="DIR", help=words)
-    words = "Also draw the speed per prompt set into this PNG or SVG file."
-    add("--picture", type=_path, metavar="FILE", help=words)
-    words = "Also write the figures as a small JSON file, to be sent in."
-    add("--report", type=_path, metavar="FILE", help=words)
+    add_file = partial(add, type=_path, metavar="FILE")
+    add_file("--out", default="bench-results", metavar="DIR", help="Output folder (%(default)s).")
+    add_file("--picture", help="Also draw the speed per prompt set into this PNG or SVG file.")
+    add_file("--report", help="Also write the figures as a small JSON file, to be sent in.")
     words = "What a reader of --report should know, such as other work on the machine."
     add("--notes", default="", metavar="TEXT", help=words)
-    words = "Only check such a file, and measure nothing."
-    add("--check-report", type=_path, metavar="FILE", help=words)
+    add_file("--check-report", help="Only check such a file, and measure nothing.")
     add("--json", action="store_true", help="Print the results as JSON in the last line.")
     add("--baseline", choices=["mlx-lm"], default="mlx-lm", help="The plain decoding.")
     words = "Also run mlx-lm's own speculative decoding with this draft model."
@@ -138,21 +134,27 @@ def read_list(
     if text is None:
         return ()
     values = []
-    for part in text.split(","):
+    for part in map(str.strip, text.split(",")):
         try:
-            values.append(convert(part.strip()))
+            values.append(convert(part))
         except ValueError as err:
-            raise ValueError(f"{flag} holds {part.strip()!r}: give {wanted}.") from err
+            raise ValueError(f"{flag} holds {part!r}: give {wanted}.") from err
+    if "" in values:
+        raise ValueError(f"{flag} holds '': give {wanted}.")
     if len(set(values)) < len(values):
         raise ValueError(f"{flag} is {text}: give every value once.")
     return tuple(values)
 
 
-def _number(text: str, low: int, kind: type = int, words: Sequence[str] = ()) -> Any:
-    value = text if text in words else kind(text)
-    if text not in words and not low <= value < inf:
+def _number(text: str, low: int, kind: type = int) -> Any:
+    value = kind(text)
+    if not low <= value < inf:
         raise ValueError
     return value
+
+
+def _length(text: str, low: int) -> int | str:
+    return text if text == AUTO else _number(text, low)
 
 
 def _tree(text: str) -> str:
@@ -161,17 +163,10 @@ def _tree(text: str) -> str:
     return text
 
 
-def _name(text: str) -> str:
-    if not text:
-        raise ValueError
-    return text
-
-
-AUTO_TOO = (AUTO,)
 LISTS: dict[str, tuple[str, Callable[[str], Any], str]] = {
-    "prompts": ("prompts", _name, f"{', '.join(SETS)} or a file"),
-    "sizes": ("num_draft_tokens", partial(_number, low=0, words=AUTO_TOO), "0 or more, or auto"),
-    "copied": ("with_lookup", partial(_number, low=1, words=AUTO_TOO), "1 or more, or auto"),
+    "prompts": ("prompts", str, f"{', '.join(SETS)} or a file"),
+    "sizes": ("num_draft_tokens", partial(_length, low=0), "0 or more, or auto"),
+    "copied": ("with_lookup", partial(_length, low=1), "1 or more, or auto"),
     "temps": ("temp", partial(_number, low=0, kind=float), "0 (greedy) or more"),
     "trees": ("tree", _tree, TREES),
     "contexts": ("context", partial(_number, low=2), "numbers of tokens above 1"),
@@ -255,7 +250,7 @@ def draft_names(args: argparse.Namespace) -> tuple[str, ...]:
     text = args.draft_model
     if text is not None and Path(text).expanduser().exists():  # with a comma, perhaps
         return (text,)
-    return read_list("--draft-model", text, _name, "names of draft models")
+    return read_list("--draft-model", text, str, "names of draft models")
 
 
 def check_contexts(settings: Settings, limit: int | None) -> None:

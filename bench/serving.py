@@ -1,7 +1,6 @@
 """Serving: mlx_lm.server and mlx_eagle.server under the load of several clients, in turns."""
 
 import json
-import shutil
 import sys
 import tempfile
 from argparse import Namespace
@@ -16,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.utils import save_model
 
-from mlx_eagle.demo.pair import CONFIG, FILES, WEIGHTS, demo_target_path, load_demo
+from mlx_eagle.demo.pair import CONFIG, demo_target_path, load_demo
 from mlx_eagle.system.cli_values import flag_of
 
 from .conditions import DEMO_NAMES
@@ -105,10 +104,9 @@ def plain_target(model: str | None) -> Iterator[str]:
     source = demo_target_path()
     with tempfile.TemporaryDirectory(prefix="mlx-eagle-") as folder:
         print("Writing the demo target for mlx_lm.server.", file=sys.stderr)
-        save_model(folder, load_demo()[0])
-        for name in FILES:
-            if name not in (WEIGHTS, CONFIG) and (source / name).exists():
-                shutil.copy(source / name, folder)
+        target, tokenizer, _ = load_demo()
+        save_model(folder, target)
+        tokenizer.save_pretrained(folder)
         config = json.loads((source / CONFIG).read_text())
         config.pop("quantization", None)
         Path(folder, CONFIG).write_text(json.dumps(config))
