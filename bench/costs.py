@@ -8,7 +8,6 @@ tau / (c(k + 1) + k d + overhead).
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import count
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -41,27 +40,18 @@ class Bench:
     """A target and a drafter that have absorbed ``context``, ready to repeat parts of a round."""
 
     def __init__(self, model: nn.Module, drafter: Drafter, context: list[int]):
-        self._drafter = drafter
+        self.drafter = drafter.begin()
         self._target = Target(model, drafter.taps)
         self._context = mx.array(context, mx.int32)
         self._cache = make_prompt_cache(model)
-        self._features = []
-        with mx.stream(generation_stream):
-            for start in range(0, len(context) - 1, CHUNK):
-                tokens = self._context[start : min(start + CHUNK, len(context) - 1)]
-                _, features = self._target(tokens, self._cache)
-                mx.eval([c.state for c in self._cache], features)
-                self._features.append(features)
-        self.restart()
-
-    def restart(self) -> None:
-        """Begin anew with a drafter that has absorbed the context."""
-        self.drafter = self._drafter.begin()
+        last = len(context) - 1
         with mx.stream(generation_stream):
             self.drafter.extend(self._context[:1], None)
-            for start, features in zip(count(1, CHUNK), self._features, strict=False):
-                self.drafter.extend(self._context[start : start + CHUNK], features)
-            mx.eval(self.drafter.pending())
+            for start in range(0, last, CHUNK):
+                end = min(start + CHUNK, last)
+                _, self._features = self._target(self._context[start:end], self._cache)
+                self.drafter.extend(self._context[start + 1 : end + 1], self._features)
+                mx.eval([c.state for c in self._cache], self.drafter.pending())
 
     @contextmanager
     def window(self) -> Iterator[None]:
@@ -82,10 +72,9 @@ class Bench:
 
     def accept(self, num_rows: int) -> Any:
         """Accept R rows: the arrays that the next draft starts from."""
-        features = None
-        if self.drafter.taps:
-            last = self._features[-1]
-            features = last[mx.arange(num_rows) % last.shape[0]]
+        features = self._features
+        if features is not None:
+            features = features[mx.arange(num_rows) % features.shape[0]]
             mx.eval(features)
         self.drafter.extend(self._rows(num_rows), features, last=mx.array(num_rows - 1))
         return self.drafter.pending()
@@ -106,7 +95,7 @@ class Bench:
         return Timing(built - start, done - built)
 
     def _rows(self, num_rows: int) -> mx.array:
-        """Tokens (R,) of the context, computed before any clock starts."""
+        """Tokens (R,) of the context, which the device has already."""
         tokens = self._context[mx.arange(num_rows) % self._context.shape[0]]
         mx.eval(tokens)
         return tokens
@@ -118,11 +107,10 @@ def time_parts(
     """Add ``samples`` of every part at all its ``sizes``: rows of a pass, tokens of a draft.
 
     Sizes take turns, so that drift hits all alike. Each runs once unmeasured before its first
-    sample, and later only the first size of a part.
+    sample, and later only the first size of a part. Accept passes come last: a draft begins with
+    what the one before left.
     """
     for part, own in sizes.items():
-        if part == "propose":
-            bench.restart()
         found = timings.setdefault(part, {})
         for size in own[:1] if found else own:
             bench.time(part, size)

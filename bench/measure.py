@@ -91,7 +91,7 @@ class Measurement:
         ]
         typical = typical_context(prompts, settings.max_tokens)
         accepted, verified = timed_rows(configurations)
-        sizes = {"verify": verified, "accept": accepted, "propose": (1, len(accepted) - 1)}
+        sizes = {"verify": verified, "propose": (1, len(accepted) - 1), "accept": accepted}
         num_samples = math.ceil(settings.samples / (settings.repeats * len(rows)))
         timings: dict[str, Timings] = {name: {} for name in models.drafters}
         options = {"max_tokens": settings.max_tokens, "temp": temp, "seed": settings.seed}

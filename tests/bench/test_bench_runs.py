@@ -40,10 +40,10 @@ def test_costs_leave_no_trace_and_cover_every_size(tiny):
     # The first pass was not cut: three rows more than the context's 29.
     assert bench.drafter.cache[0].offset == 29
     timings: Timings = {}
-    sizes = {"verify": [1, 2, 3, 4, 9], "accept": [1, 2, 3, 4], "propose": [1, 4]}
+    sizes = {"verify": [1, 2, 3, 4, 9], "propose": [1, 4], "accept": [1, 2, 3, 4]}
     bench = Bench(tiny.target, head_of(tiny), list(range(30)))
     time_parts(bench, timings, sizes, 2)
-    verify, accept, propose = timings.values()
+    verify, propose, accept = timings.values()
     assert sorted(verify) == [1, 2, 3, 4, 9] and sorted(accept) == [1, 2, 3, 4]
     assert all(len(timings) == 2 for timings in verify.values())
     assert len(first) == 3
