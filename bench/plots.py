@@ -127,22 +127,19 @@ def acceptance(view: Result) -> Figure | None:
         return None
     longest = found[-1]
     figure, panels = plt.subplots(1, 2, figsize=WIDE, sharey=True)
-    shown = dict(longest["sets"])
-    if len(shown) > 1:
-        shown["overall"] = longest["overall"]
     for axes, key, title in (
         (panels[0], "acceptance_by_position", "Given that the one before was accepted"),
         (panels[1], "cumulative_acceptance_by_position", "Of all rounds"),
     ):
-        for name, figures in shown.items():
-            colour = "#222222" if name == "overall" else None
-            positions = range(1, len(figures[key]) + 1)
-            axes.plot(positions, figures[key], "o-", color=colour, label=name)
-        axes.set(xlabel="position in the draft", title=title, ylim=(0, 1.03))
-        axes.set_xticks(range(1, longest["num_draft_tokens"] + 1))
-    panels[0].set_ylabel("share accepted")
-    panels[1].legend(loc="upper right")
-    figure.suptitle(f"Acceptance by position, {longest['label']}", fontsize=12, y=1.02)
+        for name, own in longest["sets"].items():
+            axes.plot(range(1, len(own[key]) + 1), own[key], "o-", label=name)
+        if len(longest["sets"]) > 1:
+            overall = longest["overall"][key]
+            axes.plot(range(1, len(overall) + 1), overall, "o-", color="#222222", label="overall")
+        words = {"xlabel": "position in the draft", "ylabel": "share accepted", "title": title}
+        axes.set_ylim(0, 1.03)
+        finish(axes, 1.0, xticks=range(1, longest["num_draft_tokens"] + 1), **words)
+    figure.suptitle(f"Acceptance by position, {longest['label']}", y=1.02)
     return figure
 
 
@@ -209,24 +206,27 @@ def timed(scenario: Result) -> list[Result]:
     return [c for c in scenario["configurations"] if all(f["tps"] for f in c["sets"].values())]
 
 
-def bars(axes: Axes, shown: Sequence[Result], colours: Sequence[str], size: int) -> None:
-    """Draw a group of bars per set: plain decoding, then configurations.
+def bars(
+    axes: Axes, shown: Sequence[Result], colours: Sequence[str], size: int, words: str = "{}"
+) -> None:
+    """Draw a group of bars per set: plain decoding, then configurations, in these ``words``.
 
     Above a bar are speed and ratio in a font of this ``size``.
     """
     sets = list(shown[0]["sets"])
     # Plain ran between the runs of every configuration; the bar is the mean of those medians.
     plain = [mean(c["sets"][name]["plain_tps"] for c in shown) for name in sets]
-    series = [("plain decoding (mlx-lm)", plain, [f"{tps:.3g}" for tps in plain])]
+    series = [("plain decoding (mlx-lm)", plain, [f"{tps:.1f}" for tps in plain])]
     for configuration in shown:
         own = configuration["sets"].values()
-        words = [f"{each['tps']:.3g}\n{each['speedup']:.2f}x" for each in own]
-        series.append((configuration["label"], [each["tps"] for each in own], words))
+        above = [f"{each['tps']:.1f}\n{each['speedup']:.2f}x" for each in own]
+        label = words.format(configuration["label"])
+        series.append((label, [each["tps"] for each in own], above))
     width = 0.8 / len(series)
-    for i, (label, heights, words) in enumerate(series):
+    for i, (label, heights, above) in enumerate(series):
         xs = np.arange(len(sets)) + (i - len(shown) / 2) * width
         drawn = axes.bar(xs, heights, 0.92 * width, color=colours[i], label=label)
-        axes.bar_label(drawn, words, padding=3, fontsize=size, color=colours[i])
+        axes.bar_label(drawn, above, padding=3, fontsize=size, color=colours[i])
     axes.grid(axis="x", visible=False)
     names = [name.replace("_", " ") for name in sets]
     ticks = {"xticks": range(len(sets)), "xticklabels": names}
@@ -259,7 +259,7 @@ def draw_picture(document: Result, path: Path) -> None:
     device = conditions["blas"] if conditions["device"] == "cpu" else "GPU"
     with plt.style.context([STYLE, PICTURE_STYLE]):
         figure, axes = plt.subplots(figsize=(8.4, 4.2))
-        bars(axes, configurations, ["C0", "C1", "C2"], 12)
+        bars(axes, configurations, ["C0", "C1", "C2"], 12, "with drafts ({})")
         axes.set_title(conditions["model"])
         figure.text(0.5, -0.1, f"{conditions['chip']}, {device}", ha="center", fontsize=10)
         figure.savefig(path, transparent=True)
