@@ -1,7 +1,7 @@
 """The report on a document of results in Markdown, from the template ``report.md.jinja``."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from mlx_eagle.system.device import load_note, megabytes
 
 from .figures import milliseconds, number
 from .parity import count_identical, largest_margin, parity_words
-from .summary import prompts_of, suffixed, views, way_of
+from .summary import suffixed, views
 
 Document = Mapping[str, Any]
 PLOTS = "plots"  # folder of the images, beside the report
@@ -27,9 +27,8 @@ def report(document: Document, images: Mapping[str, Path] | None = None) -> str:
     scenarios = []
     for suffix, scenario in suffixed(document["scenarios"]):
         found = [(each, {**view, "rows": rows_of(view)}) for each, view in views(scenario)]
-        more = {"rows": rows_of(scenario), "ways": list(with_prompts(scenario)), "views": found}
-        title = title_of(scenario)
-        scenarios.append({**scenario, **more, "suffix": suffix, "title": title})
+        more = {"rows": rows_of(scenario), "views": found, "suffix": suffix}
+        scenarios.append({**scenario, **more})
     # The template's own lines leave blank ones, and a table must have none.
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
@@ -60,14 +59,6 @@ def cell(value: Any) -> Any:
     return value
 
 
-def title_of(scenario: Document) -> str:
-    """Context and temperature of a scenario in words."""
-    context = scenario["context"]
-    length = "prompts as they are" if context is None else f"prompts padded to {context} tokens"
-    temp = "greedy" if scenario["temp"] == 0 else f"temperature {scenario['temp']:g}"
-    return f"{length}, {temp}"
-
-
 def rows_of(scenario: Document) -> list[Document]:
     """Figures of every set and configuration, then overall if there are several sets."""
     configurations = scenario["configurations"]
@@ -78,14 +69,6 @@ def rows_of(scenario: Document) -> list[Document]:
     return [{"set": name, "configuration": c["label"], **own} for name, c, own in found]
 
 
-def with_prompts(scenario: Document) -> Iterator[dict[str, Any]]:
-    """Every configuration with the figures and the parity of its own prompts."""
-    for configuration in scenario["configurations"]:
-        own = prompts_of(scenario, configuration)
-        lists = {name: [row[name] for row in own] for name in ("parity", "repeatable", "stats")}
-        yield {**configuration, **lists}
-
-
 def advice(rows: Sequence[Document]) -> str:
     """A sentence about the first of several drafters, the fastest one."""
     best = rows[0]
@@ -93,28 +76,6 @@ def advice(rows: Sequence[Document]) -> str:
     if best["speedup"] <= 1:
         return f"Take none: the fastest, {best['drafter']}, is at {speedup}"
     return f"Take {best['drafter']}, {best['configuration']}: {speedup}"
-
-
-def rows_per_pass(stats: Sequence[Document]) -> str:
-    """Rows of the mean verify pass: the root and its drafts, which on a GPU decide the kernels."""
-    rounds = sum(counts["num_rounds"] for counts in stats)
-    drafted = sum(counts["num_drafted"] for counts in stats)
-    return f"{1 + drafted / rounds:.1f}" if rounds else "1"
-
-
-def with_spread(spread: Mapping[str, float] | None, middle: float | None = None) -> str:
-    """ "5.10 [4.90-5.30]": the median, or ``middle`` in its place, and the quartiles."""
-    if spread is None:
-        return "-"
-    middle = spread["median"] if middle is None else middle
-    return f"{number(middle)} [{number(spread['q1'])}-{number(spread['q3'])}]"
-
-
-def waiting(spread: Mapping[str, float] | None) -> str:
-    """ "50 [70]": milliseconds of the median and of the worst answer."""
-    if spread is None:
-        return "-"
-    return f"{milliseconds(spread['median'], 0)} [{milliseconds(spread['worst'], 0)}]"
 
 
 FILTERS: dict[str, Callable[..., str]] = {
@@ -129,10 +90,6 @@ FILTERS: dict[str, Callable[..., str]] = {
     "n3": partial(number, digits=3),
     "numbers": lambda values: " ".join(map(number, values)) or "-",
     "parity": parity_words,
-    "rows_per_pass": rows_per_pass,
-    "spread": with_spread,
-    "waiting": waiting,
-    "way": way_of,
     "x": partial(number, unit="x"),
 }
 """Words for the figures in the template."""
