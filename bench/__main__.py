@@ -170,12 +170,10 @@ def wanted_names(args: argparse.Namespace) -> list[str | None]:
     None is the demo head. Raises ValueError where no drafter is known for the target.
     """
     given = draft_names(args)
-    if given and ALL not in given:
-        return list(given)
-    if args.model is None:
-        if given:
-            raise ValueError(f"--draft-model {ALL} needs --model: the demo pair has one drafter.")
-        return [None]
+    if args.model is None and ALL in given:
+        raise ValueError(f"--draft-model {ALL} needs --model: the demo pair has one drafter.")
+    if args.model is None or (given and ALL not in given):
+        return list(given) or [None]
     known = [pair.head for pair in known_pairs(args.model)]
     if not known:
         raise ValueError(

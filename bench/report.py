@@ -29,7 +29,6 @@ def report(document: Document, images: Mapping[str, Path] | None = None) -> str:
         found = [(each, {**view, "rows": rows_of(view)}) for each, view in views(scenario)]
         more = {"rows": rows_of(scenario), "views": found, "suffix": suffix}
         scenarios.append({**scenario, **more})
-    # The template's own lines leave blank ones, and a table must have none.
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         undefined=StrictUndefined,
@@ -44,7 +43,7 @@ def report(document: Document, images: Mapping[str, Path] | None = None) -> str:
         images=images or {},
         whole=images is not None,
     )
-    return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
+    return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"  # blank lines where a part is left out
 
 
 def cell(value: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 from mlx_eagle.system.device import memory, this_machine
 from mlx_eagle.system.json_file import read_object
 
-from .summary import prompts_of, way_of
+from .summary import prompts_of
 
 SCHEMA = Path(__file__).with_name("report_file.schema.json")
 SELF_TEST = "mlx_eagle.doctor --self-test"
@@ -74,7 +74,7 @@ def runs_of(scenario: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             continue
         yield {
             "drafter": public_name(way["drafter"]),
-            "drafts": way_of(way["label"], way["drafter"]),
+            "drafts": way["label"].removeprefix(f"{way['drafter']}, "),
             "temperature": scenario["temp"],
             "context": scenario["context"],
             "prompts": ", ".join(map(public_name, way["sets"])),

@@ -89,7 +89,7 @@ def batch_figures(cell: Cell) -> dict[str, Any]:
         "drafting_events": [event.what for event in first.stats.drafting_events],
     }
     for clock, of in (("tps_after_prefill", "tps"), ("tps", "call_tps")):
-        plain, drafted = (median(getattr(run, of) for run in each) for each in cell.both)
+        plain, drafted = (median_of(getattr(run, of) for run in each) for each in cell.both)
         speedup = clock.replace("tps", "speedup")
         found |= {f"plain_{clock}": plain, clock: drafted, speedup: ratio(drafted, plain)}
     return found
@@ -246,11 +246,6 @@ def chains(results: Iterable[Result]) -> list[Result]:
     """Configurations with a fixed k above 0, shortest first."""
     found = [each for each in results if each["kind"] == "chain" and each["num_draft_tokens"]]
     return sorted(found, key=lambda each: each["num_draft_tokens"])
-
-
-def way_of(label: str, drafter: str) -> str:
-    """The label of a configuration without the name of its drafter."""
-    return label.removeprefix(f"{drafter}, ")
 
 
 def suffixed(parts: Sequence[Any], word: str = "") -> list[tuple[str, Any]]:

@@ -490,6 +490,8 @@ def test_a_text_that_differs_in_a_batch_is_shown_with_its_margin(tiny):
     assert (row["speedup"], row["speedup_after_prefill"]) == (1.0, (16 - 2) / 1.0 / (16 / 2.0))
     assert [verification["index"] for verification in row["parity"]] == [None, 5]
     (line,) = cells_of_batches([row])
+    cell.runs[0] = runner.Run([[1], [2]], 0, 0.0, make_stats([], 2), call_seconds=4.0)
+    assert summary.batch_figures(cell)["speedup_after_prefill"] is None  # nothing to be timed
     margin = row["parity"][1]["margin"]
     assert line[:3] == ["2", "mine", "auto"]
     assert line[-3:] == ["1 of 2", f"{margin:.2g}", "-"] and margin > 0
