@@ -102,19 +102,17 @@ def prompt_tokens(
     The padding is prose before the question, inside the user's message.
     """
 
+    has_template = tokenizer.has_chat_template
+
     def render(text: str) -> str:
         messages = [{"role": "user", "content": text}]
-        return apply_template(tokenizer, messages, tokenize=False, add_generation_prompt=True)
+        options = {"tokenize": False, "add_generation_prompt": True}
+        return apply_template(tokenizer, messages, **options) if has_template else text
 
-    before = ""
-    after = ""
-    if tokenizer.has_chat_template:
-        before, _, after = render("<query>").partition("<query>")
-        tokens = tokenizer.encode(render(question.text), add_special_tokens=False)
-    else:
-        tokens = tokenizer.encode(question.text)
+    tokens = tokenizer.encode(render(question.text), add_special_tokens=not has_template)
     if context is None or len(tokens) >= context:
         return tokens
+    before, _, after = render("<query>").partition("<query>")
     head = tokenizer.encode(before, add_special_tokens=not before)
     tail = tokenizer.encode("\n\n" + question.text + after, add_special_tokens=False)
     filler = tokenizer.encode(FILLER, add_special_tokens=False)

@@ -72,27 +72,24 @@ class Run:
 
 
 def responses(
-    models: Models,
-    configuration: Configuration,
-    prompt: list[int],
-    max_tokens: int,
-    temp: float = 0.0,
-    seed: int = 0,
-) -> Iterator[GenerationResponse]:
+    models: Models, configuration: Configuration, prompt: list[int], max_tokens: int,
+    temp: float = 0.0, seed: int = 0,
+) -> Iterator[GenerationResponse]:  # fmt: skip
     """Prepare the generation of one configuration; it starts with the first response."""
     options: dict[str, Any] = {"max_tokens": max_tokens, **configuration.options}
+    generate = mlx_lm.stream_generate
     if temp > 0:
         options["sampler"] = Sampling(temp=temp, seed=seed)
-    if configuration.kind not in ("plain", "mlx-lm-draft"):
-        options["draft_model"] = models.drafters[configuration.drafter]
-        if configuration.kind == "copies":
-            options["draft_model"] = options["draft_model"].with_copies()
-        return stream_generate(models.target, models.tokenizer, prompt, **options)
     if configuration.kind == "mlx-lm-draft":
         options["draft_model"] = models.compared
         if temp > 0:  # mlx-lm hands all rows to the sampler at once, ours takes one row
             options["sampler"] = make_sampler(temp=temp)
-    return mlx_lm.stream_generate(models.target, models.tokenizer, prompt, **options)
+    elif configuration is not PLAIN:
+        drafter = models.drafters[configuration.drafter]
+        is_copying = configuration.kind == "copies"
+        options["draft_model"] = drafter.with_copies() if is_copying else drafter
+        generate = stream_generate
+    return generate(models.target, models.tokenizer, prompt, **options)
 
 
 @dataclass
