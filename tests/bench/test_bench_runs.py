@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import mlx.core as mx
 import pytest
 from helpers import PROMPT, plain
-from mlx_lm.generate import generate_step
+from mlx_lm.generate import generate_step, generation_stream
 
 from mlx_eagle.bench import (
     parity,
@@ -168,7 +168,7 @@ def test_the_peak_of_a_woven_run_is_its_own(tiny):
     prompt = tiny.tokenizer.encode("Hello there " * 40)
     configurations = [PLAIN, *of_tiny(sizes=(2,))]
     gc.collect()  # what tests before this one left is not to be freed in its midst
-    mx.synchronize()
+    mx.synchronize(generation_stream)  # nor a step that mlx-lm left in flight
     before = mx.get_active_memory()
     alone = [
         runner.run_once(tiny, configuration, prompt, 24).peak_bytes
