@@ -87,6 +87,9 @@ def mtp(folder: Path, **changes: Any) -> Case:
 
 def assistant(folder: Path, **changes: Any) -> Case:
     model = loud(assistants.tiny_gemma4(vocab_size=VOCAB, vocab_size_per_layer_input=VOCAB))
+    for layer in model.layers:  # or the table, which is the output too, repeats the last token
+        norm = layer.post_feedforward_layernorm
+        norm.weight = 5 * norm.weight
     config = {"model_type": "gemma4_text", **vars(model.args)}
     write_model(folder / "target", model, config)
     drafter = assistants.tiny_assistant(model, num_centroids=6, centroid_top_k=4, **changes)
