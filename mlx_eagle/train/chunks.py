@@ -132,17 +132,40 @@ def run_step(
     """Call ``function(*inputs, past)``; if ``again``, only what it takes and gives is kept.
 
     It is then computed again for the gradient. It uses weights of ``module``, all but those of
-    its children ``outside``.
+    its children ``outside``, whose gradients are added up step by step.
     """
-    if not again:
-        return function(*inputs, past)
     num = len(past[0]) if past else 1
+    parts = [name for name in module.trainable_parameters() if name not in outside]
+    rows = _summed_first(module, parts, [*inputs, *(x for made in past for x in made)])
 
     def inner(_: int, rows: Arrays) -> Arrays:
         flat = rows[len(inputs) :]
         chains = [flat[i : i + num] for i in range(0, len(flat), num)]
         return function(*rows[: len(inputs)], chains)
 
-    rows = [*inputs, *(x for made in past for x in made)]
-    parts = [name for name in module.trainable_parameters() if name not in outside]
+    if not again:
+        return inner(0, rows)
     return with_weights(module, parts, inner, rows, len(inputs[0]), again=True)
+
+
+def _summed_first(module: nn.Module, parts: Iterable[str], rows: Arrays) -> Arrays:
+    """Return ``rows``, whose gradients wait for those of ``module`` from here on, added up.
+
+    Otherwise those of every step would be there at once, before the first two are added.
+    """
+    trained = module.trainable_parameters()
+    flat = dict(tree_flatten({name: trained[name] for name in parts}))
+    num = len(rows)
+
+    @mx.custom_function
+    def same(*arrays: mx.array) -> Arrays:
+        return list(arrays)
+
+    @same.vjp
+    def gradient(primals: Any, cotangents: Arrays, _: Arrays) -> Arrays:
+        sums = list(cotangents[num:])
+        return [*mx.depends(list(cotangents[:num]), sums), *sums]
+
+    found = same(*rows, *flat.values())
+    module.update(tree_unflatten(list(zip(flat, found[num:], strict=True))))
+    return list(found[:num])
