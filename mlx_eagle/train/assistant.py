@@ -22,6 +22,7 @@ from .unroll import known_tokens
 
 TABLE = "embed_tokens."
 CENTROIDS = "centroids."
+GELU = 4  # arrays of the MLP's width that a gradient keeps of GELU besides, measured
 FROZEN = (TABLE, CENTROIDS, "layer_scalar")
 """Tables that clusters of tokens are made of, and what Transformers has as a buffer."""
 

@@ -21,7 +21,7 @@ class DSparkRecipe(BlockRecipe):
     """A DSpark head, with its Markov head of any kind, and its confidence head if it has one."""
 
     parts = ("markov_head", "confidence_head")
-    spread = 2
+    spread = 3
 
     def compare(
         self, states: mx.array, before: mx.array, labels: mx.array, final: mx.array

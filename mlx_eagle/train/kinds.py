@@ -139,6 +139,7 @@ TRAINED: dict[str, TrainedKind] = {
         defaults=USUAL | {"ttt_steps": 4, "step_decay": 0.8, "loss": "kl", "labels": "argmax"},
         flags=LORA,
         losses=MIXED,
+        needs=partial(needs_of_drafter, gated=assistant.GELU, own_rows=False),
         more={"train_embeddings": assistant.TABLE},
     ),
     "dflash": DFLASH,

@@ -21,9 +21,10 @@ from .teacher import ROWS_AT_ONCE
 
 LIMIT = 0.9  # of the announced bytes: MLX compares before it makes an array, without its size
 ATTENDED = 5.5  # arrays of a chunk's size that attention has at once, measured
-CHAINED = 3.2  # the same of a chain's last step, where scores are not cut into chunks, measured
+CHAINED = 2.0  # the same of a chain's last step beside what is kept of scores, measured
 BLOCKED = 9.0  # the same of blocks, with the two masks of each, measured
 COMPARED = 3.3  # arrays of a chunk's size that the losses have at once, measured
+BETWEEN = 12  # arrays of a chain's states that a layer keeps between its matrices, measured
 MIXED = 3  # arrays of the size of a convolution's kernels that each row has at once, measured
 FULL = 4  # bytes of a number in float32
 
@@ -140,38 +141,51 @@ def needs_of_drafter(
     blocks: int = 0,
     block_size: int = 0,
     spread: int = 1,
+    gated: int = 0,
+    own_rows: bool = True,
 ) -> dict[str, float]:
     """Estimate the bytes that training takes at its peak, by part, for other kinds of drafters.
 
-    A chain has a row for each slot and step; with ``blocks`` of a text, a row for each slot of
-    each block. All matrices of the head, and those of its attention, keep inputs and outputs.
-    ``spread`` is as in ``BlockRecipe``.
+    A chain has a row for each slot and step, and sees the rows of its steps if it has
+    ``own_rows``; with ``blocks`` of a text, there is a row for each slot of each block. All
+    matrices of the head, and those of its attention, keep inputs and outputs, and gates ``gated``
+    more arrays. ``spread`` is as in ``BlockRecipe``.
     """
     item = student.dtype.size
     head = student.head
     slots = sizes.num_texts * sizes.length
-    rows = sizes.num_texts * blocks * block_size or slots * losses.num_steps
-    columns = sizes.length + block_size if blocks else sizes.length * losses.num_steps
+    steps = 1 if blocks else losses.num_steps
+    rows = sizes.num_texts * blocks * block_size or slots * steps
     width = student.embed(mx.array([0])).shape[-1]
-    matrices = [
-        module.weight.shape
+    matrices = {
+        name: (module.weight.shape[0], module.weight.shape[1] * 32 // getattr(module, "bits", 32))
         for name, module in head.named_modules()
-        if isinstance(module, nn.Linear | nn.QuantizedLinear) and "layers." in name
-    ]
-    layer = sum(out + inner for out, inner in matrices) + 8 * width * len(head.layers)
+        if isinstance(module, nn.Linear | nn.QuantizedLinear)
+        and ("layers." in name or not (blocks or name == "centroids"))
+    }
+    layer = sum(out + inner for out, inner in matrices.values())
+    layer += gated * sum(x[1] for name, x in matrices.items() if "down_proj" in name)
+    layer += (8 if blocks else BETWEEN) * head.norm.weight.size * len(head.layers)
     names = ("num_heads", "num_attention_heads", "n_heads")
     found = [getattr(m, name, 0) for _, m in head.named_modules() for name in names]
     num_heads = max((x for x in found if isinstance(x, int)), default=1)
-    scores = num_heads * FULL * rows / (1 if blocks else losses.num_steps) * columns
-    scores = BLOCKED * min(CHUNK_BYTES, scores) if blocks else CHAINED * scores
-    compared_rows = rows if blocks else sizes.num_counted * losses.num_steps
+    columns = sizes.length + block_size if blocks else sizes.length * (steps if own_rows else 1)
+    scores = num_heads * FULL * rows / steps * columns
+    compared_rows = rows if blocks else sizes.num_counted * steps
     chunk = min(CHUNK_BYTES, spread * FULL * compared_rows * len(student.ids))
-    scores += chunk if spread > 1 else 0
     kernels = [m.base_kernel.size for _, m in head.named_modules() if "base_kernel" in m]
     mixed = MIXED * sum(kernels) / (len(head.layers) if losses.checkpoint else 1)
     kept = rows * item * (mixed + (3 * width if losses.checkpoint else layer))
-    again = rows * item * layer / (len(head.layers) if blocks else losses.num_steps)
-    peak = max(again if losses.checkpoint else 0, scores, COMPARED * chunk)
+    again = rows * item * layer / (len(head.layers) if blocks else steps)
+    if blocks:
+        scores = BLOCKED * min(CHUNK_BYTES, scores) + (chunk if spread > 1 else 0)
+    else:
+        own = scores * len(head.layers)  # of the last step; the first ones see fewer rows
+        every = own * (steps + 1) / 2 if own_rows else own * steps
+        again += own + item * student.num_parameters  # a step's own gradients, beside the sums
+        kept += 0 if losses.checkpoint else every
+        scores *= CHAINED
+    peak = max(scores + (again if losses.checkpoint else 0), COMPARED * chunk)
     batch = slots * item * width * (len(student.taps) + 2)
     return {"target": target_bytes} | _parts(student, is_summed, batch, kept + peak)
 
