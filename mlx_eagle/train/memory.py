@@ -180,7 +180,7 @@ def needs_of_drafter(
     if blocks:
         scores = BLOCKED * min(CHUNK_BYTES, scores) + (chunk if spread > 1 else 0)
     else:
-        own = scores * len(head.layers)  # of the last step; the first ones see fewer rows
+        own = scores * item / FULL * len(head.layers)  # kept of the last step, the largest
         every = own * (steps + 1) / 2 if own_rows else own * steps
         again += own + item * student.num_parameters  # a step's own gradients, beside the sums
         kept += 0 if losses.checkpoint else every
