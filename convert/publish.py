@@ -205,7 +205,8 @@ def _check(config: Eagle3Config, head: str) -> None:
 
 def _tensors(config: Eagle3Config, weights: dict[str, mx.array]) -> dict[str, mx.array]:
     """The arrays by their official names, with both vocabulary maps."""
-    ids = draft_ids(weights.pop("d2t", None), config, config.vocab_size)
+    offsets = weights.pop("d2t", None)
+    ids = draft_ids(offsets, config.draft_vocab_size, config.has_d2t, config.vocab_size)
     named = {name.replace("layers.0.", "midlayer."): array for name, array in weights.items()}
     whole = mx.arange(config.vocab_size)
     return named | vocabulary_maps(whole if ids is None else ids, config.vocab_size)

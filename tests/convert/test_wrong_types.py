@@ -25,7 +25,7 @@ from checkpoints import (
 from mlx_eagle.convert import convert
 from mlx_eagle.convert.gguf import read_gguf
 from mlx_eagle.convert.published_config import CONFIG as CONFIG_TYPES
-from mlx_eagle.drafters.block_config import LAYER
+from mlx_eagle.drafters.block_config import PUBLISHED
 from mlx_eagle.drafters.block_config import PUBLISHED as BLOCK_TYPES
 from mlx_eagle.drafters.kinds import is_converted, published_kind
 from mlx_eagle.system.fields import FieldType
@@ -111,7 +111,7 @@ def test_numbers_that_are_used_are_finite():
         for kind in table.values():
             yield from [kind] if isinstance(kind, FieldType) else kinds(kind)
 
-    for kind in kinds({"head": CONFIG_TYPES, "blocks": BLOCK_TYPES, "layer": LAYER}):
+    for kind in kinds({"head": CONFIG_TYPES, "blocks": BLOCK_TYPES, "published": PUBLISHED}):
         for number in (float("inf"), -float("inf"), float("nan"), 10**300):
             assert not kind.holds(number), kind.words
 

@@ -186,7 +186,7 @@ def test_the_commands_open_them(tmp_path, monkeypatch):
     args = Namespace(
         draft_model="mtp", model=str(folder), quantize_draft=None, draft_window=None,
         draft_vocab=None, draft_cache="exact", adapter_path=None, dtype=None, num_draft_tokens=2,
-        quantize_activations=False, trust_remote_code=False, pipeline=False,
+        quantize_activations=False, trust_remote_code=False, pipeline=False, exact=False,
     )  # fmt: skip
     _, _, drafter = flags.load_pair(args, {})
     check_layers(drafter, QWEN)

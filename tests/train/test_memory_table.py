@@ -9,7 +9,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from block_twin import KINDS
-from helpers import byte_tokenizer
 from mlx_lm.models import gemma4_text, qwen3, qwen3_5
 
 from mlx_eagle.drafters.assistant import Assistant, AssistantConfig, AssistantDrafter
@@ -101,7 +100,7 @@ def drafter_of(kind: str, model: nn.Module, settings: TrainSettings) -> Any:
     if kind == "assistant":
         return AssistantDrafter(Assistant(E4B_ASSISTANT), model)
     make_config, make_head, make_drafter = KINDS[kind]
-    fields = fresh_fields(settings, model, QWEN3_8B, byte_tokenizer())
+    fields = fresh_fields(settings, model, QWEN3_8B)
     config: BlockConfig = make_config(**fields, **MORE.get(kind, {}))
     embedding, _ = find_embedding(model)
     return make_drafter(make_head(config), embedding, lm_head_of(model, embedding))
@@ -111,7 +110,7 @@ def student_for(kind: str, model: nn.Module, settings: TrainSettings) -> Student
     row = TRAINED[kind]
     if row.make_student is not None:
         nothing = Examples((), (), ())
-        return row.make_student(settings, model, QWEN3_8B, byte_tokenizer(), nothing)
+        return row.make_student(settings, model, QWEN3_8B, nothing)
     drafter = drafter_of(kind, model, settings)
     given = SimpleNamespace(kind=kind, published=None, load=lambda model, dtype: drafter)
     return student_of(settings, given, model)
