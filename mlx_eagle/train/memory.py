@@ -46,6 +46,11 @@ class Needs:
     def total(self) -> float:
         return sum(self.parts.values())
 
+    @property
+    def as_lora(self) -> float:
+        """The same of a run that trains small matrices, which next to nothing is kept for."""
+        return self.total - self.parts["their moments"] - self.parts["gradients"]
+
     def __str__(self) -> str:
         parts = ", ".join(f"{name} {amount(size)}" for name, size in self.parts.items())
         how = "computed again (--grad-checkpoint)" if self.is_checkpointed else "kept"
@@ -207,38 +212,55 @@ def fitting(
     usable = memory(this_machine())[1]
     ranks = mx.distributed.init().size()
 
-    def needs(batch: int, parts: int, length: int, checkpoint: bool) -> Needs:
+    def needs(batch: int, length: int, checkpoint: bool, anchors: int | None) -> Needs:
         num = max(1, batch // ranks)
         sizes = Sizes(num, padded_length(length), num * min(answer, length))
         losses = replace(settings.losses(), checkpoint=checkpoint)
-        found = estimate(student, target_bytes, sizes, losses, parts > 1)
+        is_summed = settings.grad_accumulation_steps * settings.batch_size > batch
+        blocks = {} if anchors is None else {"blocks": anchors}
+        found = estimate(student, target_bytes, sizes, losses, is_summed, **blocks)
         return Needs(found, usable, checkpoint)
 
     batch = settings.batch_size
-    parts = settings.grad_accumulation_steps
     choices = [False, True] if settings.grad_checkpoint is None else [settings.grad_checkpoint]
     for checkpoint in choices:
-        found = needs(batch, parts, longest, checkpoint)
+        found = needs(batch, longest, checkpoint, settings.anchors)
         if found.total <= usable:
             return replace(settings, grad_checkpoint=checkpoint), found
-    flags = "--grad-checkpoint" if settings.grad_checkpoint is False else ""
     lengths = [longest >> i for i in range(longest.bit_length()) if longest >> i >= PAD_TO]
-    batches = [size for size in range(batch, 0, -1) if batch % size == 0]
-    for length, size in product(lengths or [longest], batches):
-        if size % ranks or needs(size, parts * batch // size, length, True).total > usable:
-            continue
-        if size < batch:
-            flags += f" --batch-size {size} --grad-accumulation-steps {parts * batch // size}"
-        if length < longest:
-            flags += f" --max-seq-length {length}"
-        raise ValueError(f"{found} That does not fit: give {flags.strip()}.")
-    smaller = "a smaller --draft-vocab-size or --intermediate-size"
-    if estimate is not needs_of:
-        smaller = "--fine-tune-type lora" if settings.anchors is None else "fewer --anchors"
+    batches = [size for size in range(batch, 0, -1) if batch % size == 0 and size % ranks == 0]
+    anchors = settings.anchors or 0
+    blocks = [anchors >> i for i in range(anchors.bit_length())] or [settings.anchors]
+    can_be_lora = estimate is not needs_of and settings.fine_tune_type == "full"
+    for length in lengths or [longest]:
+        for size, num in product(batches, blocks):
+            if needs(size, length, True, num).total <= usable:
+                flags = flags_for(settings, size, num, length if length < longest else None)
+                raise ValueError(f"{found} That does not fit: give {flags}.")
+        if can_be_lora and needs(batch, length, True, settings.anchors).as_lora <= usable:
+            raise ValueError(f"{found} That does not fit: give --fine-tune-type lora.")
+    ways = ["a target of fewer bits"]
+    if estimate is needs_of:
+        ways.append("a smaller --draft-vocab-size or --intermediate-size")
+    elif can_be_lora:
+        ways.append("--fine-tune-type lora")
     raise ValueError(
-        f"{found} That does not fit, nor does a batch of one short sequence: give a target of "
-        f"fewer bits, or {smaller}."
+        f"{found} That does not fit, nor does a batch of one short sequence: give "
+        f"{', or '.join(ways)}."
     )
+
+
+def flags_for(settings: TrainSettings, batch: int, anchors: int | None, length: int | None) -> str:
+    """Return the flags that make a run smaller; ``length`` is that of cut texts."""
+    parts = settings.grad_accumulation_steps * settings.batch_size // batch
+    flags = "--grad-checkpoint" if settings.grad_checkpoint is False else ""
+    if anchors != settings.anchors:
+        flags += f" --anchors {anchors}"
+    if batch < settings.batch_size:
+        flags += f" --batch-size {batch} --grad-accumulation-steps {parts}"
+    if length is not None:
+        flags += f" --max-seq-length {length}"
+    return flags.strip()
 
 
 @contextmanager

@@ -106,6 +106,36 @@ def test_what_does_not_fit_names_flags_that_do(student, monkeypatch):
         fit()
 
 
+@pytest.mark.parametrize(
+    "room, fine_tune_type, flags",
+    [
+        (1190, "full", "--anchors 32"),
+        (1154, "full", "--anchors 2"),
+        (1152, "full", "--batch-size 2 --grad-accumulation-steps 2"),
+        (640, "full", "--fine-tune-type lora"),
+        (
+            720,
+            "lora",
+            "--anchors 16 --batch-size 1 --grad-accumulation-steps 4 --max-seq-length 64",
+        ),
+    ],
+)
+def test_what_is_proposed_first(room, fine_tune_type, flags, student, monkeypatch):
+    """Fewer anchors, then smaller batches, then lora, and then shorter texts."""
+
+    def estimate(student, target_bytes, sizes, losses, is_summed, blocks):
+        batch = float(sizes.num_texts * sizes.length)
+        return {"their moments": 600.0, "gradients": 40.0, "batch": batch, "activations": blocks}
+
+    texts = Examples((Example((1,) * 128, 5),), (), ())
+    settings = TrainSettings(
+        "", "", "", anchors=64, batch_size=4, grad_checkpoint=True, fine_tune_type=fine_tune_type
+    )
+    monkeypatch.setattr(memory, "memory", lambda machine: (2 * room, room))
+    with pytest.raises(ValueError, match=f"give {flags}\\.$"):
+        memory.fitting(settings, student, 0.0, texts, estimate)
+
+
 def test_a_run_that_does_not_fit_leaves_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(memory, "memory", lambda machine: (2e5, 1e5))
     target = write_target(tmp_path / "target")
