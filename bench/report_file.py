@@ -119,7 +119,10 @@ def read_report(path: Path) -> dict[str, Any]:
     report = read_object(path)
     for error in Draft202012Validator(json.loads(SCHEMA.read_text())).iter_errors(report):
         words = " ".join(error.message.split())[-LONGEST:]
-        raise ValueError(f"{path}, {error.json_path}: {words}.")
+        raise ValueError(
+            f"{path} is no report as mlx_eagle.bench --report writes it: {words} (at "
+            f"{error.json_path}). Let it write one, and change nothing in it."
+        )
     names = [drafter["name"] for drafter in report["drafters"]]
     for i, run in enumerate(report["runs"]):  # no schema can say it
         if run["identical"] > run["texts"]:
