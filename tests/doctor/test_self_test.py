@@ -294,6 +294,26 @@ def test_speed_is_a_table_and_a_report_file(monkeypatch, tmp_path):
         assert float(line[1]) == pytest.approx(1e3 / run["tps"], abs=0.02)
 
 
+@pytest.mark.parametrize("num_tokens, expected", [(40, (5, 2, 40)), (4, (1, 1, 16))])
+def test_a_slow_machine_is_asked_for_less(monkeypatch, tmp_path, num_tokens, expected):
+    model = tiny_llama(vocab_size=2000)
+    asked = []
+
+    class Noted(self_test.Measurement):
+        def __init__(self, models, names, questions, settings):
+            asked.append((settings.samples, len(questions), settings.max_tokens))
+            raise ValueError("noted")
+
+    monkeypatch.setattr(
+        self_test, "load_demo", lambda: (model, byte_tokenizer(), tiny_head(model))
+    )
+    monkeypatch.setattr(self_test, "num_tokens_within", lambda *_: num_tokens)
+    monkeypatch.setattr(self_test, "Measurement", Noted)
+    with pytest.raises(ValueError, match="noted"):
+        self_test.measure_speed(5, tmp_path / "figures.json")
+    assert asked == [expected]
+
+
 def test_figures_of_an_earlier_run_are_not_taken_for_new_ones(run, tmp_path):
     (tmp_path / "report-measured.json").write_text("{}")
     _, _, said = run(GOOD)
