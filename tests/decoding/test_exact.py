@@ -258,6 +258,7 @@ print((mx.get_peak_memory() - before) / (4 * size * size))
 """
 
 
+@pytest.mark.exhaustive
 def test_the_rows_use_each_matrix_one_behind_the_other(tmp_path):
     """Weights that are made in the pass, and freed behind their last row: how many are at once.
 

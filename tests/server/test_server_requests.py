@@ -267,7 +267,7 @@ def test_names_of_files_that_are_wrong(pair, server, start, tmp_path):
     weights = damaged / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-300])
     pairs = {
-        "is cut off: .*download it again": start("--model", str(damaged), "--draft-model", "lookup"),
+        "is cut off: .*download it": start("--model", str(damaged), "--draft-model", "lookup"),
         "could not be reached|neither a folder": start(
             "--model", "no/such", "--draft-model", "lookup"
         ),
