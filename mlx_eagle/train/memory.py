@@ -15,6 +15,7 @@ from ..system.device import memory, this_machine, weight_bytes
 from .batches import PAD_TO, padded_length
 from .chunks import CHUNK_BYTES
 from .data import Examples
+from .optimizer import is_for_muon
 from .settings import LossSettings, TrainSettings
 from .student import Student
 from .teacher import ROWS_AT_ONCE
@@ -195,6 +196,13 @@ def needs_of_drafter(
     return {"target": target_bytes} | _parts(student, is_summed, batch, kept + peak)
 
 
+def spared_by(settings: TrainSettings, student: Student) -> float:
+    """Return the bytes of moments that Muon does not keep; 0 with AdamW."""
+    weights = tree_flatten(student.head.trainable_parameters())
+    matrices = (weight.size for name, weight in weights if is_for_muon(name, weight))
+    return FULL * sum(matrices) if settings.optimizer == "muon" else 0.0
+
+
 def fitting(
     settings: TrainSettings,
     student: Student,
@@ -211,6 +219,7 @@ def fitting(
     answer = max(x.num_answer for x in examples.train)
     usable = memory(this_machine())[1]
     ranks = mx.distributed.init().size()
+    spared = spared_by(settings, student)
 
     def needs(batch: int, length: int, checkpoint: bool, anchors: int | None) -> Needs:
         num = max(1, batch // ranks)
@@ -219,6 +228,7 @@ def fitting(
         is_summed = settings.grad_accumulation_steps * settings.batch_size > batch
         blocks = {} if anchors is None else {"blocks": anchors}
         found = estimate(student, target_bytes, sizes, losses, is_summed, **blocks)
+        found["their moments"] -= spared
         return Needs(found, usable, checkpoint)
 
     batch = settings.batch_size

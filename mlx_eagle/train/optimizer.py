@@ -1,7 +1,7 @@
-"""Optimizer: one step of training, from losses and gradients to new weights by AdamW.
+"""Optimizer: one step of training, from losses and gradients to new weights by AdamW or Muon.
 
 Weights are in float32, whatever type the head computes in. Losses and gradients are compiled on a
-GPU, AdamW everywhere.
+GPU, optimizers everywhere.
 """
 
 import math
@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.nn.utils import average_gradients
-from mlx.optimizers import AdamW
+from mlx.optimizers import AdamW, Muon, Optimizer
 from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
 
 from .compiled import is_compiled
@@ -20,6 +20,8 @@ from .settings import LossSettings
 from .student import Student
 
 BETAS = (0.9, 0.95)  # of AdamW, as in EAGLE-3's trainers
+TABLES = ("embed_tokens", "lm_head", "markov_head", "confidence_head", "codebook", "centroids")
+"""Parts of names of matrices that are no maps between states: they are AdamW's in any case."""
 MOST_SHAPES = 32  # shapes of batches whose compiled functions are kept
 
 Arrays = dict[str, mx.array]
@@ -37,6 +39,11 @@ def learning_rate(step: int, num_steps: int, peak: float, warmup: float) -> floa
     return peak * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
 
 
+def is_for_muon(name: str, weight: mx.array) -> bool:
+    """Return whether Muon learns this weight, if it is chosen: a matrix between states."""
+    return weight.ndim == 2 and not any(part in name for part in TABLES)
+
+
 class TrainStep:
     """A student's weights and the optimizer that changes them, batch after batch.
 
@@ -52,27 +59,36 @@ class TrainStep:
         max_grad_norm: float,
         weight_decay: float = 0.0,
         recipe: Recipe | None = None,
+        optimizer: str = "adamw",
     ):
-        """``recipe`` knows the losses, if they are not those of an EAGLE head."""
+        """``recipe`` knows the losses, if they are not those of an EAGLE head.
+
+        With the ``optimizer`` "muon" (Jordan et al. 2024, kellerjordan.github.io/posts/muon)
+        matrices between states are learnt by that, and all other weights by AdamW.
+        """
         self._student = student
         self._losses = partial(step_losses, settings=settings) if recipe is None else recipe.losses
         self._weights = settings.weights if recipe is None else recipe.weights
         self._max_norm = max_grad_norm
-        self._optimizer = AdamW(
+        adamw = AdamW(
             learning_rate=0.0, betas=list(BETAS), weight_decay=weight_decay, bias_correction=True
         )
+        muon = Muon(learning_rate=0.0, weight_decay=weight_decay)
+        # On every device: one short kernel, in place of 16 passes over all weights.
+        by_adamw, by_muon = (mx.compile(partial(self._updated, own)) for own in (adamw, muon))
         self.weights: Arrays = dict(tree_flatten(student.head.trainable_parameters()))
         self.moments: dict[str, Any] = {name: {} for name in self.weights}
+        self._updates = dict.fromkeys(self.weights, by_adamw)
         for name, weight in self.weights.items():
-            self._optimizer.init_single(weight, self.moments[name])
-        self.clock: Arrays = dict(self._optimizer.state)  # its step and learning rate
+            is_muon = optimizer == "muon" and is_for_muon(name, weight)
+            self._updates[name] = by_muon if is_muon else by_adamw
+            (muon if is_muon else adamw).init_single(weight, self.moments[name])
+        self.clock: Arrays = dict(adamw.state)  # the step and the learning rate, of both
         self.kept: Arrays = {}
         self._kind: Any = tuple
         self._run = mx.value_and_grad(self._loss)
         # One function for each shape, so that the least recently used one is released.
         self._compiled = lru_cache(MOST_SHAPES)(lambda shapes: mx.compile(self._run))
-        # On every device: one short kernel, in place of 16 passes over all weights.
-        self._update = mx.compile(self._updated)
 
     @property
     def state(self) -> Arrays:
@@ -162,7 +178,7 @@ class TrainStep:
         scale = mx.minimum(self._max_norm / (norm + 1e-6), 1.0) / parts
         self.clock = {"step": self.clock["step"] + 1, "learning_rate": mx.array(rate)}
         for name in list(self.weights):
-            weight, moments = self._update(
+            weight, moments = self._updates[name](
                 self.weights.pop(name), gradients.pop(name), self.moments.pop(name), scale,
                 self.clock,
             )  # fmt: skip
@@ -172,11 +188,17 @@ class TrainStep:
             self._student.head.update(tree_unflatten([(name, weight)]))
         return norm
 
+    @staticmethod
     def _updated(
-        self, weight: mx.array, gradient: mx.array, moments: Arrays, scale: mx.array, clock: Arrays
+        optimizer: Optimizer,
+        weight: mx.array,
+        gradient: mx.array,
+        moments: Arrays,
+        scale: mx.array,
+        clock: Arrays,
     ) -> tuple[mx.array, Arrays]:
         """Return a weight and its moments after a step of the gradient times ``scale``."""
-        self._optimizer.state = clock
+        optimizer.state = clock
         after = dict(moments)
         gradient = gradient.astype(mx.float32) * scale
-        return self._optimizer.apply_single(gradient, weight, after), after
+        return optimizer.apply_single(gradient, weight, after), after

@@ -86,8 +86,9 @@ POSITIVE = (math.ulp(0.0), math.inf, "more than 0")
 def setting(text: str, default: Any = None, *, least: int | None = None, **options: Any) -> Any:
     """Make a field with the help text of its flag.
 
-    ``options``: ``choices``, ``type`` and ``metavar`` are argparse's; ``range`` are the smallest
-    and the largest number that is taken, and words for both, ``least`` only the smallest.
+    ``options``: ``choices``, ``type`` and ``metavar`` are argparse's, ``aliases`` other flags;
+    ``range`` are the smallest and the largest number that is taken, and words for both,
+    ``least`` only the smallest.
     """
     if least is not None:
         options["range"] = (least, LARGEST, f"{least} or more")
@@ -108,7 +109,8 @@ def add_flags(parser: argparse.ArgumentParser, settings: type) -> None:
             options["action"] = argparse.BooleanOptionalAction
         else:
             options.setdefault("type", kind)
-        parser.add_argument(flag_of(each.name), default=None, help=text, **options)
+        names = (flag_of(each.name), *each.metadata.get("aliases", ()))
+        parser.add_argument(*names, default=None, help=text, **options)
 
 
 def check_values(settings: Any) -> None:
@@ -161,7 +163,8 @@ class TrainSettings:
     output: str = setting("Folder for the head, its checkpoints, and how it went.", MISSING)
     init: str | None = setting(
         "Begin with this drafter, converted or as published; mtp: the target's own layers; auto: "
-        "the drafter that is known for the target, or for the model that it was made from."
+        "the drafter that is known for the target, or for the model that it was made from.",
+        aliases=("--from",),
     )
     kind: str | None = setting(
         "Kind of a fresh drafter (default: eagle3); with --init it follows from that, but peagle "
@@ -192,7 +195,12 @@ class TrainSettings:
         "Share of all steps in which the learning rate rises (default: by kind).",
         range=(0, math.nextafter(1, 0), "a share of all steps, below 1"),
     )
-    weight_decay: float = setting("Weight decay of AdamW.", 0.0)
+    optimizer: str = setting(
+        "Muon learns matrices between states and keeps one moment of them; all else is AdamW's.",
+        "adamw",
+        choices=("adamw", "muon"),
+    )
+    weight_decay: float = setting("Weight decay of the optimizer.", 0.0)
     max_grad_norm: float | None = setting(
         "Gradients are clipped to this norm (default: by kind).", range=POSITIVE
     )

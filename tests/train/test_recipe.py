@@ -12,6 +12,7 @@ from architectures import build
 from golden import frozen
 from grids import thorough
 from heads import NUM_SLOTS, VARIANTS, Runner, random_head
+from mlx.optimizers import AdamW, Muon
 from mlx_lm.models import llama
 from tolerances import tolerance
 
@@ -22,7 +23,7 @@ from mlx_eagle.drafters.target_parts import find_embedding
 from mlx_eagle.target_model.target import Target
 from mlx_eagle.train import chunks, compiled, optimizer
 from mlx_eagle.train.batches import TokenBatch, padded_length
-from mlx_eagle.train.optimizer import TrainStep, learning_rate
+from mlx_eagle.train.optimizer import BETAS, TrainStep, learning_rate
 from mlx_eagle.train.settings import LossSettings
 from mlx_eagle.train.student import Student
 from mlx_eagle.train.teacher import Teacher
@@ -131,6 +132,33 @@ def test_losses_and_gradients_are_specforges(name, checkpoint):
     for key, wanted in golden.gradients.items():
         assert np.abs(wanted).max() > 0
         assert frozen.relative(np.array(found[key]), wanted) < 10 * TOLERANCE, key
+
+
+def test_muon_learns_the_matrices_between_states():
+    """As mlx's own two optimizers do with the same gradients, one for each part of the head."""
+    student = Golden("ce").student
+    step = TrainStep(student, LossSettings(), 1e9, 0.1, optimizer="muon")
+    weights = dict(step.weights)
+    matrices = {name for name, weight in weights.items() if weight.ndim == 2} - {"lm_head.weight"}
+    assert "fc.weight" in matrices and "lm_head.weight" in weights
+    theirs = {True: Muon(0.0, weight_decay=0.1), False: AdamW(0.0, list(BETAS), weight_decay=0.1)}
+    theirs[False].bias_correction = True
+    wanted = dict(weights)
+    for number in range(3):
+        mx.random.seed(number)
+        gradients = {name: mx.random.normal(weight.shape) for name, weight in weights.items()}
+        for is_muon, own in theirs.items():
+            own.learning_rate = 0.01
+            names = [name for name in weights if (name in matrices) == is_muon]
+            parts = ({name: x[name] for name in names} for x in (gradients, wanted))
+            wanted |= own.apply_gradients(*parts)
+        step._learn(gradients, 0.01, 1)
+    for name, weight in step.weights.items():
+        assert frozen.relative(np.array(weight), np.array(wanted[name])) < 1e-5, name
+        assert len(step.moments[name]) == (1 if name in matrices else 2)
+    again = TrainStep(student, LossSettings(), 1e9, 0.1, optimizer="muon")
+    again.load(step.state)
+    assert again.state.keys() == step.state.keys()
 
 
 def in_small_chunks(monkeypatch) -> None:

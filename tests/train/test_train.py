@@ -591,6 +591,17 @@ def test_settings_come_from_flags_and_then_from_a_file(tmp_path, capsys):
     file.write_text("model: a\ndata: b\noutput: c\nlabels: texts\n")
     with pytest.raises(ValueError, match="--labels is texts: give text or argmax"):
         settings_of(["-c", str(file)])
+    assert settings_of(["-c", str(file), "--labels", "text", "--from", "mtp"]).init == "mtp"
+    lora = "model: a\ndata: b\noutput: c\nlora_parameters:\n  rank: 4\n  scale: 2.0\n  dropout: "
+    file.write_text(lora + "0.0\n")
+    found = settings_of(["-c", str(file), "--lora-scale", "3"])
+    assert (found.lora_rank, found.lora_scale) == (4, 3.0)
+    file.write_text(lora + "0.1\n")
+    with pytest.raises(ValueError, match=r"sets dropout of lora_parameters to 0\.1, which is not"):
+        settings_of(["-c", str(file)])
+    file.write_text("model: a\ndata: b\noutput: c\nlora_parameters: 8\n")
+    with pytest.raises(ValueError, match="sets lora_parameters to 8: give rank and scale"):
+        settings_of(["-c", str(file)])
     file.write_text("modle: a\n")
     with pytest.raises(ValueError, match="sets modle, which is no setting"):
         settings_of(["-c", str(file)])
