@@ -12,7 +12,7 @@ import numpy as np
 from mlx_eagle.drafters.config import Eagle3Config
 from mlx_eagle.drafters.kind import Tensors
 from mlx_eagle.drafters.kinds import KINDS, OTHERWISE, is_converted, recognise
-from mlx_eagle.drafters.quantize import Packing, Quantization, pack
+from mlx_eagle.drafters.quantize import Packing, Quantization, pack, shapes_of_matrices
 from mlx_eagle.drafters.target_parts import (
     TargetSizes,
     made_from,
@@ -178,12 +178,7 @@ def build(unread: UnreadHead, options: SaveOptions) -> Head:
             "name it as it is with --draft-model, or convert with --no-quantize"
         )
     dtype = DTYPES[options.dtype] if options.dtype else unread.dtype
-    never = KINDS[config["kind"]].never_quantized
-    shapes = {
-        name.removesuffix(".weight"): tensor.shape
-        for name, tensor in tensors.items()
-        if len(tensor.shape) in (2, 3) and name.endswith(".weight") and not name.endswith(never)
-    }
+    shapes = shapes_of_matrices(tensors, KINDS[config["kind"]].never_quantized)
     quantization = options.quantization
     kept = {} if quantization is None else _kept_packings(tensors, quantization)
     chosen = {} if quantization is None else quantization.choose(shapes) | kept

@@ -98,6 +98,20 @@ class Quantization:
         return most | {path: own or False for path, own in chosen.items() if own != most}
 
 
+def shapes_of_matrices(
+    tensors: Mapping[str, Any], never: tuple[str, ...] = ()
+) -> dict[str, tuple[int, ...]]:
+    """The shapes by path of the tensors that may be packed, unless their names end in ``never``.
+
+    A tensor is an array, or one of a checkpoint that has not been read.
+    """
+    return {
+        name.removesuffix(".weight"): tuple(tensor.shape)
+        for name, tensor in tensors.items()
+        if len(tensor.shape) in (2, 3) and name.endswith(".weight") and not name.endswith(never)
+    }
+
+
 def num_bytes(
     shapes: Mapping[str, tuple[int, ...]], chosen: Mapping[str, Packing | None]
 ) -> float:

@@ -13,7 +13,7 @@ from mlx_lm.utils import dequantize_model
 from ..drafters.config import Eagle3Config, default_ids
 from ..drafters.head import Eagle3Head
 from ..drafters.head_weights import load_head
-from ..drafters.quantize import Quantization, pack
+from ..drafters.quantize import Quantization, pack, shapes_of_matrices
 from ..drafters.target_parts import activation_dtype, find_embedding, lm_head_of, rows_of_lm_head
 from .given import converted, open_given
 from .settings import TrainSettings
@@ -167,12 +167,7 @@ def packed(
     if not settings.quantize:
         return {}, arrays
     quantization = Quantization(settings.q_bits, settings.q_group_size)
-    shapes = {
-        name.removesuffix(".weight"): array.shape
-        for name, array in arrays.items()
-        if array.ndim in (2, 3) and name.endswith(".weight") and not name.endswith(never)
-    }
-    chosen = quantization.choose(shapes)
+    chosen = quantization.choose(shapes_of_matrices(arrays, never))
     stored: dict[str, mx.array] = {}
     for name, array in arrays.items():
         packing = chosen.get(name.removesuffix(".weight"))
