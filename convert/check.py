@@ -468,7 +468,10 @@ def check_head(
                 "there is nothing to compare with; convert without --check"
             )
         readings = [RESOLVED, Reading("pairing shifted", lag=1), *others]
-        rows = [measure(attach(x.change, folder, config), x, texts) for x in readings]
+        rows = [
+            measure(attach(x.change, folder, config) if x.change else part, x, texts)
+            for x in readings
+        ]
     measured = {name: measure(part, x, texts) for name, (x, part) in attached.items()}
     num_positions = sum(text.num_slots for text in texts)
     return Report(rows[0], tuple(rows[2:]), len(texts), num_positions, rows[1], measured)
