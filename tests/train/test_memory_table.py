@@ -10,6 +10,7 @@ import mlx.nn as nn
 import pytest
 from block_twin import KINDS
 from mlx_lm.models import gemma4_text, qwen3, qwen3_5
+from true_configs import QWEN3_8B
 
 from mlx_eagle.drafters.assistant import Assistant, AssistantConfig, AssistantDrafter
 from mlx_eagle.drafters.block_config import BlockConfig
@@ -27,18 +28,6 @@ from mlx_eagle.train.student import Student
 
 PAGE = Path(__file__).parents[2] / "docs" / "pages" / "training.md"
 ROOM = 40e9  # bytes that can be used
-SAME = {"rms_norm_eps": 1e-6, "max_position_embeddings": 40960, "tie_word_embeddings": False}
-QWEN3_8B = {
-    "hidden_size": 4096,
-    "num_hidden_layers": 36,
-    "intermediate_size": 12288,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "rope_theta": 1e6,
-    **SAME,
-}
 QWEN35_9B = {
     "model_type": "qwen3_5_text",
     "hidden_size": 4096,
@@ -53,7 +42,9 @@ QWEN35_9B = {
     "linear_value_head_dim": 128,
     "linear_conv_kernel_dim": 4,
     "vocab_size": 248320,
-    **SAME,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": False,
 }
 GEMMA4_E4B = {
     "hidden_size": 2560,
@@ -86,7 +77,7 @@ def target_of(kind: str, bits: int) -> nn.Module:
     elif kind == "assistant":
         model = gemma4_text.Model(gemma4_text.ModelArgs(**GEMMA4_E4B))
     else:
-        model = qwen3.Model(qwen3.ModelArgs("qwen3", **QWEN3_8B))
+        model = qwen3.Model(qwen3.ModelArgs.from_dict(QWEN3_8B))
     model.set_dtype(mx.bfloat16)
     if bits < 16:
         nn.quantize(model, group_size=64, bits=bits)
