@@ -585,25 +585,32 @@ def test_settings_come_from_flags_and_then_from_a_file(tmp_path, capsys):
     with pytest.raises(SystemExit):
         settings_of(["--answer-temps", "0,warm"])
     assert "'warm' is not a number" in capsys.readouterr().err
-    file.write_text("model: a\ndata: b\noutput: c\niters: many\n")
-    with pytest.raises(ValueError, match="--iters is 'many': give a number"):
-        settings_of(["-c", str(file)])
-    file.write_text("model: a\ndata: b\noutput: c\nlabels: texts\n")
-    with pytest.raises(ValueError, match="--labels is texts: give text or argmax"):
-        settings_of(["-c", str(file)])
-    assert settings_of(["-c", str(file), "--labels", "text", "--from", "mtp"]).init == "mtp"
-    lora = "model: a\ndata: b\noutput: c\nlora_parameters:\n  rank: 4\n  scale: 2.0\n  dropout: "
-    file.write_text(lora + "0.0\n")
+    assert settings_of(["-c", str(file), "--from", "mtp"]).init == "mtp"
+
+
+def test_lora_is_set_in_a_file_as_mlx_lm_has_it(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text(NAMES + "lora_parameters:\n  rank: 4\n  scale: 2.0\n  dropout: 0.0\n")
     found = settings_of(["-c", str(file), "--lora-scale", "3"])
     assert (found.lora_rank, found.lora_scale) == (4, 3.0)
-    file.write_text(lora + "0.1\n")
-    with pytest.raises(ValueError, match=r"sets dropout of lora_parameters to 0\.1, which is not"):
-        settings_of(["-c", str(file)])
-    file.write_text("model: a\ndata: b\noutput: c\nlora_parameters: 8\n")
-    with pytest.raises(ValueError, match="sets lora_parameters to 8: give rank and scale"):
-        settings_of(["-c", str(file)])
-    file.write_text("modle: a\n")
-    with pytest.raises(ValueError, match="sets modle, which is no setting"):
+
+
+NAMES = "model: a\ndata: b\noutput: c\n"
+REFUSED = {
+    "iters: many": "--iters is 'many': give a number",
+    "labels: texts": "--labels is texts: give text or argmax",
+    "modle: a": "sets modle, which is no setting",
+    "lora_parameters: 8": "sets lora_parameters to 8: give rank and scale",
+    "lora_parameters: {rank: 4, scale: 2.0, dropout: 0.1}": r"sets dropout of lora_parameters to "
+    r"0\.1, which is not",
+}
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_a_wrong_setting_in_a_file_is_refused(line, tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text(f"{NAMES}{line}\n")
+    with pytest.raises(ValueError, match=REFUSED[line]):
         settings_of(["-c", str(file)])
 
 
