@@ -44,7 +44,7 @@ from mlx_eagle.train.kinds import filled
 from mlx_eagle.train.optimizer import BETAS, TrainStep, learning_rate
 from mlx_eagle.train.settings import TrainSettings
 from mlx_eagle.train.student import Student, fresh_student, student_from
-from mlx_eagle.train.teacher import Teacher, load_target
+from mlx_eagle.train.teacher import load_target
 
 OURS = "layers.0."  # beginning of the names of a layer's tensors here
 THEIRS = "midlayer."  # the same in SpecForge
@@ -183,7 +183,6 @@ def compare(settings: TrainSettings, report=lambda line: None) -> Comparison:
         none = np.array([], np.int32)
         ids = resized_vocabulary(examples.train, none, size, config["vocab_size"])
         student = fresh_student(model, config, ids, settings)
-    teacher = Teacher(model, student.taps, student.ids, needs_sums=False)
     recipe = Eagle3Recipe(settings, student, model, None, examples)
 
     def evaluation() -> Evaluation:
@@ -191,14 +190,14 @@ def compare(settings: TrainSettings, report=lambda line: None) -> Comparison:
 
     before = evaluation()
     other = PyTorchTrainer(model, config, student, settings)
-    step = TrainStep(student, settings.losses(), settings.max_grad_norm)
+    step = TrainStep(recipe, settings.max_grad_norm)
     order = BatchOrder([len(x.tokens) for x in examples.train], settings.batch_size, settings.seed)
     losses = []
     seconds = []
     for number in range(settings.iters):
         batch = make_batch(examples.train, order.batch(number))
         begun = time.perf_counter()
-        features, targets = teacher.teach(batch, settings.ttt_steps)
+        features, targets = recipe.teach(batch, 0)
         rate = learning_rate(number, settings.iters, settings.learning_rate, settings.warmup)
         ours = np.array(step(mx.array(batch.tokens), features, targets, rate, 1)[0])
         between = time.perf_counter()

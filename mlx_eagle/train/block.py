@@ -33,7 +33,7 @@ from .losses import TINY, label_entropies
 from .recipe import GivenRecipe
 from .settings import TrainSettings
 from .student import Student, target_sizes
-from .teacher import HiddenTeacher
+from .teacher import Teacher
 
 KEPT = 0.5  # of D-PACE: the least that a position passes on
 GAMMAS = ((8, 4.0), (10, 5.0), (16, 7.0))  # of decay, for blocks of up to so many slots
@@ -180,7 +180,7 @@ class BlockRecipe(GivenRecipe):
         self.config = config = student.head.config
         num_tokens = find_embedding(model)[1]
         ids = student.ids if len(student.ids) < num_tokens else None
-        self.teacher = HiddenTeacher(model, student.taps, ids)
+        self.teacher = Teacher(model, student.taps, ids)
         self.depth = config.longest_draft
         self.weights = mx.ones(1)
         self.drafter = student.drafter
@@ -234,16 +234,12 @@ class BlockRecipe(GivenRecipe):
     def _choices(self, features: mx.array, rows: np.ndarray) -> np.ndarray:
         """Return the target's choices after positions, numbered b * T + i."""
         used, back = np.unique(rows, return_inverse=True)
-        states = self._final(features, mx.array(used, mx.int32))
+        states = self.teacher.final(features, mx.array(used, mx.int32))
         output = self.teacher.output
         found = eval_in_chunks(
             lambda x: mx.argmax(output(x), axis=-1), states, len(self.student.ids)
         )
         return np.array(found)[back].reshape(rows.shape)
-
-    def _final(self, features: mx.array, rows: mx.array) -> mx.array:
-        """Return the states that enter the target's output at positions ``rows``."""
-        return features.reshape(-1, features.shape[-1])[rows, -self._width :]
 
     @property
     def _at_once(self) -> int:
@@ -258,7 +254,7 @@ class BlockRecipe(GivenRecipe):
 
         def compare(begin: int, rows: Arrays) -> Arrays:
             before, labels, places = (x[begin : begin + len(rows[0])] for x in slots)
-            return self.compare(rows[0], before, labels, self._final(features, places))
+            return self.compare(rows[0], before, labels, self.teacher.final(features, places))
 
         found = with_weights(head, self.parts, compare, [states], self._at_once, again=False)
         asked = targets.asked.reshape(-1, self.depth)
@@ -289,7 +285,8 @@ class BlockRecipe(GivenRecipe):
         block = self.config.block_size
         width = self._width
         places = mx.maximum(anchors, 0)
-        context = head.hidden_norm(head.fc(features[..., :-width].astype(embeddings.dtype)))
+        taps = features[..., : -self.teacher.width]
+        context = head.hidden_norm(head.fc(taps.astype(embeddings.dtype)))
         first = mx.take_along_axis(embeddings, places[..., None], axis=1).reshape(-1, 1, width)
         masks = mx.broadcast_to(self._mask.astype(first.dtype), (len(first), block - 1, width))
         x = mx.concatenate([first, masks], axis=1)

@@ -35,7 +35,7 @@ class DSparkRecipe(BlockRecipe):
             tokens = before[:, slot]
             logits, carried = drafter.after(tokens, carried, *(part[:, 0] for part in own))
             rows.append(logits)
-        probs = mx.softmax(self.teacher.output(final).astype(mx.float32), axis=-1)
+        probs = self.teacher.probs(final)
         logits = mx.stack(rows, axis=1)[..., : probs.shape[-1]].astype(mx.float32)
         loss = mixed_losses(self.settings.losses().terms, logits, probs, labels)
         sure = drafter.confidence_logits(states, before)

@@ -14,13 +14,14 @@ from ..drafters.head_weights import split_weights
 from ..drafters.target_parts import find_embedding
 from ..system.ranks import is_first
 from .batches import TokenBatch
+from .chains import ChainRecipe, ChainTargets, chain_targets
+from .chunks import Arrays, eval_in_chunks
 from .data import Examples
 from .draft_vocabulary import resized, resized_vocabulary
 from .given import Given, write_published
-from .losses import TargetBatch, step_losses
+from .losses import acceptance_loss, cross_entropies
 from .memory import amount
 from .published_head import published_files
-from .recipe import Recipe
 from .settings import CACHE_BITS, TrainSettings
 from .student import HeadFiles, Student, fresh_student, packed, student_from
 from .teacher import Teacher, cache_name
@@ -30,8 +31,12 @@ DEFAULT_VOCABULARY = 32000  # tokens, as in published heads
 NEVER_QUANTIZED = ("embed_tokens.weight",)  # of a head's own matrices
 
 
-class Eagle3Recipe(Recipe):
-    """An EAGLE head and its teacher."""
+class Eagle3Recipe(ChainRecipe):
+    """An EAGLE head, whose drafts are compared with distributions of the target.
+
+    Losses are normalised as in EAGLE-3's trainers: SpecForge's Eagle3 model, its
+    ``LogSoftmaxLoss`` and its LK losses.
+    """
 
     def __init__(
         self,
@@ -41,26 +46,58 @@ class Eagle3Recipe(Recipe):
         given: Given | None,
         examples: Examples,
     ):
-        super().__init__(settings, student, model, given)
-        self.teacher = make_teacher(settings, model, student, examples)
+        teacher = make_teacher(settings, model, student, examples)
+        super().__init__(settings, student, model, given, teacher)
+        self._ids = np.array(student.ids)
 
     def teach(
         self, batch: TokenBatch, epoch: int, num_ranks: int = 1
-    ) -> tuple[mx.array, TargetBatch]:
-        return self.teacher.teach(batch, self.depth, num_ranks)
+    ) -> tuple[mx.array, ChainTargets]:
+        features = self.teacher.read(batch)
+        shape = batch.tokens.shape
+        rows = self.counted(batch, features)
+        targets = chain_targets(rows, np.zeros_like(rows), shape, self.depth)
+        num_slots = batch.size * batch.longest / num_ranks
+        return features, targets._replace(num_slots=mx.array(num_slots))
 
-    def losses(
+    def counted(self, batch: TokenBatch, features: mx.array) -> np.ndarray:
+        """Return the slots that count and whose first draft can be the target's choice, (K,)."""
+        (rows,) = batch.counts.ravel().nonzero()
+        if not len(rows):
+            return rows
+        final = self.teacher.final(features, mx.array(rows + 1, mx.int32))
+        _, num_tokens = find_embedding(self.model)
+        chosen = eval_in_chunks(lambda x: mx.argmax(self.teacher.whole(x), -1), final, num_tokens)
+        return rows[np.isin(np.array(chosen), self._ids)]
+
+    def steps(
         self, head: Any, embeddings: mx.array, features: mx.array, targets: Any
-    ) -> mx.array:
-        return step_losses(head, embeddings, features, targets, self.settings.losses())
+    ) -> Iterator[mx.array]:
+        given = features[..., : -self.teacher.width]
+        return unroll(head, embeddings, given, self.depth, bool(self.settings.grad_checkpoint))
 
-    def hidden(self, tokens: mx.array, features: mx.array) -> Iterator[mx.array]:
-        """Yield the hidden states (B, T, h) of each draft in a row."""
-        return unroll(self.student.head, self.student.embed(tokens), features, self.depth)
+    def output_parts(self) -> tuple[str, ...]:
+        return "norm", "lm_head"
 
-    def drafts(self, tokens: np.ndarray, rows: mx.array) -> np.ndarray:
-        steps = self.hidden(mx.array(tokens), self.teacher.features(tokens))
-        return self.chosen(steps, rows, lambda x: mx.argmax(self.student.head.logits(x), axis=-1))
+    def logits(self, head: Any, hidden: mx.array) -> mx.array:
+        return head.logits(hidden)
+
+    def compare(self, logits: mx.array, final: mx.array, labels: mx.array) -> Arrays:
+        probs = mx.broadcast_to(self.teacher.probs(final), logits.shape)
+        entropies, log_z = cross_entropies(logits, probs)
+        if self.settings.loss == "ce":
+            return list(entropies)
+        drafted = mx.exp(logits - log_z[..., None])
+        of_all = probs * self.teacher.shares(final)[:, None]
+        return [*entropies, *mx.minimum(of_all, drafted).sum(axis=-1)]
+
+    def summed(self, found: Arrays, weights: Arrays, targets: ChainTargets) -> Arrays:
+        pairs = zip(found[: self.depth], weights, strict=True)
+        losses = [(x * own).sum() / targets.num_slots for x, own in pairs]
+        if self.settings.loss == "ce":
+            return losses
+        rates = zip(losses, found[self.depth :], weights, targets.counts, strict=True)
+        return [acceptance_loss(*each, self.settings.losses()) for each in rates]
 
     def _parameters(self) -> dict[str, mx.array]:
         head = self.student.head
@@ -107,22 +144,21 @@ def make_teacher(
     settings: TrainSettings, model: nn.Module, student: Student, examples: Examples
 ) -> Teacher:
     """Make the teacher, with its cache if one is asked for and there is room for it."""
-    kind = settings.losses().kind
-    needs_sums = kind not in ("ce", "kl")
-    taught = (model, student.taps, student.ids)
-    teacher = Teacher(*taught, needs_sums)
+    if not student.taps:
+        raise ValueError("the head taps no layer of the target, so it cannot be taught.")
+    teacher = Teacher(model, student.taps, student.ids)
     if settings.cache_features is None:
         return teacher
     bits = settings.cache_bits
-    name = cache_name(examples, *taught, kind if needs_sums else "ce", bits)
+    name = cache_name(examples, model, student.taps, bits)
     cache = Path(settings.cache_features).expanduser() / name
     cache.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(cache).free
-    needed = teacher.cache_bytes(examples.train, student, bits)
+    needed = teacher.cache_bytes(examples.train, bits)
     taken = f"{cache} takes up to {amount(needed)}, and {amount(free)} are free"
     if needed > free and not any(cache.iterdir()):
         way_on = "leave out --cache-features"
-        if teacher.cache_bytes(examples.train, student, CACHE_BITS) <= free:
+        if teacher.cache_bytes(examples.train, CACHE_BITS) <= free:
             way_on = f"give --cache-bits {CACHE_BITS}, or {way_on}"
         raise ValueError(f"{taken}: {way_on}.")
     if is_first():

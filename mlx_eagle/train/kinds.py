@@ -260,13 +260,14 @@ def student_of(settings: TrainSettings, given: Given, model: nn.Module) -> Stude
     return Student(head, drafter.embed, drafter.taps, ids, dtype, drafter)
 
 
-def needs_for(settings: TrainSettings, student: Student) -> NeedsOf:
-    """Return the estimate of what training this student takes."""
+def needs_for(settings: TrainSettings, student: Student, told: int = 0) -> NeedsOf:
+    """Return the estimate of what training this student takes; ``told`` is as in ``needs_of``."""
     row = TRAINED[settings.kind]
+    estimate = partial(row.needs, told=told)
     if settings.anchors is None:
-        return row.needs
+        return estimate
     sizes = {"block_size": student.head.config.block_size, "spread": row.recipe.spread}
-    return partial(needs_of_drafter, blocks=settings.anchors, **sizes)
+    return partial(estimate, blocks=settings.anchors, **sizes)
 
 
 def warn_of_few(settings: TrainSettings, examples: Examples) -> None:

@@ -11,6 +11,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from ..drafters.config import Eagle3Config
+from ..drafters.head import Eagle3Head
 from ..system.device import memory, this_machine, weight_bytes
 from .batches import PAD_TO, padded_length
 from .chunks import CHUNK_BYTES
@@ -18,7 +19,6 @@ from .data import Examples
 from .optimizer import is_for_muon
 from .settings import LossSettings, TrainSettings
 from .student import Student
-from .teacher import ROWS_AT_ONCE
 
 LIMIT = 0.9  # of the announced bytes: MLX compares before it makes an array, without its size
 ATTENDED = 5.5  # arrays of a chunk's size that attention has at once, measured
@@ -74,31 +74,34 @@ NeedsOf = Callable[[Student, float, Sizes, LossSettings, bool], dict[str, float]
 
 
 def needs_of(
-    student: Student, target_bytes: float, sizes: Sizes, losses: LossSettings, is_summed: bool
+    student: Student,
+    target_bytes: float,
+    sizes: Sizes,
+    losses: LossSettings,
+    is_summed: bool,
+    told: int = 0,
 ) -> dict[str, float]:
     """Estimate the bytes that training takes at its peak, by part.
 
-    ``is_summed`` if the gradients of several batches are added up. Arrays are those that
-    ``unroll.py`` and ``losses.py`` keep and make while MLX waits for what it has begun instead of
-    running ahead. The factors were measured (see the log of November 2026).
+    ``is_summed`` if the gradients of several batches are added up; ``told`` is the ``width`` of
+    the teacher, by default that of a state. Arrays are those that ``unroll.py`` and ``losses.py``
+    keep and make while MLX waits for what it has begun instead of running ahead. The factors were
+    measured (see the log of November 2026).
     """
     config = student.head.config
     item = student.dtype.size
     slots = sizes.num_texts * sizes.length
-    probabilities = FULL * sizes.num_counted * config.draft_vocab_size
-    batch = slots * item * (config.num_aux * config.target_hidden_size + config.hidden_size)
-    # The target's logits, and the distributions made of them, before these are joined.
-    taught = 2 * item * min(sizes.num_counted, max(ROWS_AT_ONCE, sizes.length)) * config.vocab_size
+    told = told or config.target_hidden_size
+    taps = config.num_aux * config.target_hidden_size
+    batch = slots * item * (taps + told + config.hidden_size)
     activations = _activations(config, item, sizes, losses)
-    return {"target": target_bytes} | _parts(
-        student, is_summed, batch + probabilities, activations, taught + probabilities
-    )
+    return {"target": target_bytes} | _parts(student, is_summed, batch, activations)
 
 
 def _parts(
-    student: Student, is_summed: bool, batch: float, activations: float, taught: float = 0.0
+    student: Student, is_summed: bool, batch: float, activations: float
 ) -> dict[str, float]:
-    """Add what all kinds take; before its gradients are there, a batch takes ``taught`` bytes."""
+    """Add what all kinds take."""
     item = student.dtype.size
     num = student.num_parameters
     largest = max(w.size for _, w in tree_flatten(student.head.trainable_parameters()))
@@ -110,7 +113,7 @@ def _parts(
         "their moments": 2 * FULL * num,
         "gradients": gradients,
         "batch": batch,
-        "activations": max(copies + activations, 4 * FULL * largest, taught - gradients),
+        "activations": max(copies + activations, 4 * FULL * largest),
     }
 
 
@@ -144,6 +147,7 @@ def needs_of_drafter(
     sizes: Sizes,
     losses: LossSettings,
     is_summed: bool,
+    told: int = 0,
     blocks: int = 0,
     block_size: int = 0,
     spread: int = 1,
@@ -192,7 +196,7 @@ def needs_of_drafter(
         kept += 0 if losses.checkpoint else every
         scores *= CHAINED
     peak = max(scores + (again if losses.checkpoint else 0), COMPARED * chunk)
-    batch = slots * item * width * (len(student.taps) + 2)
+    batch = slots * item * (width * (len(student.taps) + 1) + (told or width))
     return {"target": target_bytes} | _parts(student, is_summed, batch, kept + peak)
 
 
@@ -241,7 +245,8 @@ def fitting(
     batches = [size for size in range(batch, 0, -1) if batch % size == 0 and size % ranks == 0]
     anchors = settings.anchors or 0
     blocks = [anchors >> i for i in range(anchors.bit_length())] or [settings.anchors]
-    can_be_lora = estimate is not needs_of and settings.fine_tune_type == "full"
+    is_eagle = isinstance(student.head, Eagle3Head)
+    can_be_lora = not is_eagle and settings.fine_tune_type == "full"
     for length in lengths or [longest]:
         for size, num in product(batches, blocks):
             if needs(size, length, True, num).total <= usable:
@@ -250,7 +255,7 @@ def fitting(
         if can_be_lora and needs(batch, length, True, settings.anchors).as_lora <= usable:
             raise ValueError(f"{found} That does not fit: give --fine-tune-type lora.")
     ways = ["a target of fewer bits"]
-    if estimate is needs_of:
+    if is_eagle:
         ways.append("a smaller --draft-vocab-size or --intermediate-size")
     elif can_be_lora:
         ways.append("--fine-tune-type lora")

@@ -14,10 +14,7 @@ from mlx.optimizers import AdamW, Muon, Optimizer
 from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
 
 from .compiled import is_compiled
-from .losses import step_losses
 from .recipe import Recipe
-from .settings import LossSettings
-from .student import Student
 
 BETAS = (0.9, 0.95)  # of AdamW, as in EAGLE-3's trainers
 TABLES = ("embed_tokens", "lm_head", "markov_head", "confidence_head", "codebook", "centroids")
@@ -54,21 +51,19 @@ class TrainStep:
 
     def __init__(
         self,
-        student: Student,
-        settings: LossSettings,
+        recipe: Recipe,
         max_grad_norm: float,
         weight_decay: float = 0.0,
-        recipe: Recipe | None = None,
         optimizer: str = "adamw",
     ):
-        """``recipe`` knows the losses, if they are not those of an EAGLE head.
+        """Begin with the weights of the recipe's student.
 
         With the ``optimizer`` "muon" (Jordan et al. 2024, kellerjordan.github.io/posts/muon)
         matrices between states are learnt by that, and all other weights by AdamW.
         """
-        self._student = student
-        self._losses = partial(step_losses, settings=settings) if recipe is None else recipe.losses
-        self._weights = settings.weights if recipe is None else recipe.weights
+        self._student = recipe.student
+        self._losses = recipe.losses
+        self._weights = recipe.weights
         self._max_norm = max_grad_norm
         adamw = AdamW(
             learning_rate=0.0, betas=list(BETAS), weight_decay=weight_decay, bias_correction=True
@@ -76,7 +71,7 @@ class TrainStep:
         muon = Muon(learning_rate=0.0, weight_decay=weight_decay)
         # On every device: one short kernel, in place of 16 passes over all weights.
         by_adamw, by_muon = (mx.compile(partial(self._updated, own)) for own in (adamw, muon))
-        self.weights: Arrays = dict(tree_flatten(student.head.trainable_parameters()))
+        self.weights: Arrays = dict(tree_flatten(recipe.student.head.trainable_parameters()))
         self.moments: dict[str, Any] = {name: {} for name in self.weights}
         self._updates = dict.fromkeys(self.weights, by_adamw)
         for name, weight in self.weights.items():

@@ -32,7 +32,7 @@ from .optimizer import TrainStep, learning_rate
 from .recipe import Recipe
 from .resume import Checkpoints, kept_from_others, load_checkpoint
 from .settings import TrainSettings
-from .teacher import load_target
+from .teacher import Teacher, load_target
 
 FACTS = {"iteration": int, "trained_tokens": int, "settings": dict, "data": str}
 """Facts in a checkpoint besides its arrays, by their types."""
@@ -77,8 +77,8 @@ class Trainer:
             )
         lengths = [len(example.tokens) for example in self.examples.train]
         self._order = BatchOrder(lengths, settings.batch_size, settings.seed)
-        how = (settings.losses(), settings.max_grad_norm, settings.weight_decay)
-        self._step = TrainStep(self.recipe.student, *how, self.recipe, settings.optimizer)
+        how = (settings.max_grad_norm, settings.weight_decay, settings.optimizer)
+        self._step = TrainStep(self.recipe, *how)
         self._covered = coverage(self.examples.train, self.recipe.student.ids)
         self._output = self.checkpoints.output
         self._trained_tokens = 0
@@ -307,7 +307,11 @@ def _run(settings: TrainSettings, checkpoints: Checkpoints) -> TrainReport:
     )
     student, make_recipe = begin(settings, given, model, config, examples)
     settings, needs = fitting(
-        settings, student, weight_bytes(model), examples, needs_for(settings, student)
+        settings,
+        student,
+        weight_bytes(model),
+        examples,
+        needs_for(settings, student, Teacher(model, ()).width),
     )
     trainer = Trainer(make_recipe(settings), tokenizer, examples, checkpoints)
     if found is not None:

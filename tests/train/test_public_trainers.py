@@ -22,7 +22,6 @@ from training import write_model
 
 from mlx_eagle.drafters.head_weights import split_weights
 from mlx_eagle.train.batches import TokenBatch
-from mlx_eagle.train.chains import chain_targets
 from mlx_eagle.train.data import Examples
 from mlx_eagle.train.kinds import filled
 from mlx_eagle.train.optimizer import TrainStep
@@ -120,7 +119,7 @@ class Example:
 
         There are others there of parts whose names begin with ``frozen_too``.
         """
-        step = TrainStep(recipe.student, recipe.settings.losses(), 1.0, 0.0, recipe)
+        step = TrainStep(recipe, 1.0)
         tokens = mx.array(self.batch.tokens)
         losses, gradients = step.gradients(tokens, features, targets)
         total = float((losses * recipe.weights).sum())
@@ -166,7 +165,7 @@ def test_mtp(name: str, tmp_path: Path) -> None:
     example = Example(name, tmp_path, MTP[name])
     recipe = example.recipe("mtp", loss="ce", labels="text", mtp_attention="step")
     states = mx.array(example.arrays["states"])
-    example.compare(recipe, states, chain_targets(example.batch, recipe.depth))
+    example.compare(recipe, states, recipe.teach(example.batch, 0)[1])
 
 
 def test_assistants(tmp_path: Path) -> None:
@@ -187,7 +186,7 @@ def test_peagle(tmp_path: Path) -> None:
     recipe = PEagleRecipe(settings, student, example.model, None, none)
     text, slot, depth = example.arrays["elements"].T
     kept = [[slot[(text == t) & (depth == d)] for d in (1, 2, 3)] for t in range(3)]
-    step = TrainStep(student, settings.losses(), 1.0, 0.0, recipe)
+    step = TrainStep(recipe, 1.0)
     tokens = mx.array(example.batch.tokens)
     losses, gradients = step.gradients(tokens, *recipe.targets_of(example.batch, kept))
     assert float(losses.sum()) == pytest.approx(float(example.arrays["losses"][0]), rel=BOUND)

@@ -26,7 +26,7 @@ import mlx_eagle
 from mlx_eagle.drafters.kinds import KINDS
 from mlx_eagle.drafters.pairs import pairs_for
 from mlx_eagle.system.cli_values import flag_of
-from mlx_eagle.train import block, train
+from mlx_eagle.train import block, teacher, train
 from mlx_eagle.train.dflash2 import fresh as fresh_dflash2
 from mlx_eagle.train.given import converted, known_drafter, open_given
 from mlx_eagle.train.kinds import TRAINED
@@ -67,7 +67,7 @@ def case(request, tmp_path_factory):
 
 def learnt(recipe, batch, **options):
     """Losses and gradients of a batch, as a run has them."""
-    step = TrainStep(recipe.student, recipe.settings.losses(), 0.5, 0.0, recipe)
+    step = TrainStep(recipe, 0.5)
     return step.gradients(mx.array(batch.tokens), *recipe.teach(batch, 0))
 
 
@@ -326,6 +326,13 @@ def test_the_targets_own_layers(refused, data, tmp_path):
     assert found.keys() == own.keys()
     for name, array in own.items():
         assert found[name].dtype == mx.bfloat16 and mx.array_equal(found[name], array), name
+
+
+def test_mtp_layers_need_the_states_of_their_target(tmp_path, monkeypatch):
+    monkeypatch.setattr(teacher, "scale_and_cap", lambda *args: None)
+    case = CASES["mtp"](tmp_path)
+    with pytest.raises(ValueError, match="more than a product"):
+        recipe_of(case, "mtp")
 
 
 @pytest.mark.parametrize("kind", CASES)
