@@ -23,7 +23,7 @@ from . import assistant, block, dflash2, dspark, eagle3, mtp, peagle
 from .data import Examples
 from .given import Given, converted, open_given
 from .lora import add_lora, train_only
-from .memory import NeedsOf, needs_of, needs_of_drafter
+from .memory import NeedsOf, needs_of
 from .recipe import Recipe
 from .settings import MIXED, TrainSettings
 from .student import Student
@@ -54,7 +54,7 @@ class TrainedKind:
     defaults: dict[str, Any] = field(default_factory=dict)
     flags: tuple[str, ...] = ()
     losses: tuple[str, ...] = ()
-    needs: NeedsOf = needs_of_drafter
+    needs: NeedsOf = needs_of
     fresh: Callable[[dict[str, Any]], block.Fresh] | None = None
     fresh_rate: float | None = None
     make_student: Callable[..., Student] | None = None
@@ -101,6 +101,7 @@ DFLASH = TrainedKind(
     defaults=BLOCKS,
     flags=("gamma", "mask_token_id", *SHAPE, *LORA),
     losses=("ce",),
+    needs=partial(needs_of, between=8, attended=9.0),
     fresh=block.fresh_dflash,
     fresh_rate=6e-4,
 )
@@ -110,7 +111,7 @@ TRAINED: dict[str, TrainedKind] = {
         defaults=USUAL | {"ttt_steps": 7, "step_decay": 0.8, "loss": "ce"},
         flags=(*EAGLE, "kl_scale", "kl_decay", "num_layers"),
         losses=("ce", "lk-alpha", "lk-lambda"),
-        needs=needs_of,
+        needs=partial(needs_of, between=4, attended=5.5),
         make_student=eagle3.make_student,
     ),
     "peagle": TrainedKind(
@@ -118,7 +119,7 @@ TRAINED: dict[str, TrainedKind] = {
         defaults=USUAL | {"depths": 8, "loss": "kl"},
         flags=(*EAGLE, "num_layers", "mask_token_id"),
         losses=("kl", "tv", "l1"),
-        needs=needs_of,
+        needs=partial(needs_of, between=4, attended=5.5),
         make_student=peagle.make_student,
         of="eagle3",
         claims=peagle.is_parallel,
@@ -139,7 +140,7 @@ TRAINED: dict[str, TrainedKind] = {
         defaults=USUAL | {"ttt_steps": 4, "step_decay": 0.8, "loss": "kl", "labels": "argmax"},
         flags=LORA,
         losses=MIXED,
-        needs=partial(needs_of_drafter, gated=assistant.GELU, own_rows=False),
+        needs=partial(needs_of, gated=assistant.GELU, own_rows=False),
         more={"train_embeddings": assistant.TABLE},
     ),
     "dflash": DFLASH,

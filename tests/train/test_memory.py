@@ -26,7 +26,7 @@ from mlx_eagle.train.__main__ import main, settings_of
 from mlx_eagle.train.batches import TokenBatch
 from mlx_eagle.train.data import Example, Examples
 from mlx_eagle.train.kinds import TRAINED, filled, needs_for, student_of
-from mlx_eagle.train.memory import Sizes, memory_kept_to, needs_of
+from mlx_eagle.train.memory import Sizes, memory_kept_to
 from mlx_eagle.train.optimizer import TrainStep
 from mlx_eagle.train.recipe import Recipe
 from mlx_eagle.train.settings import LossSettings, TrainSettings
@@ -51,11 +51,13 @@ TARGET_8B = 4.52 * GB  # Meta-Llama-3.1-8B-Instruct in 4 bits
 def test_a_head_of_8b_fits(num_texts, most):
     """None of its arrays is ever computed."""
     ids = mx.arange(32000)
-    student = Student(Eagle3Head(LLAMA_8B), lambda tokens: tokens, (2, 16, 29), ids, mx.float16)
+    head = Eagle3Head(LLAMA_8B)
+    embed = nn.Embedding(1, 4096)
+    student = Student(head, embed, (2, 16, 29), ids, mx.float16)
     assert 400e6 < student.num_parameters < 440e6
     sizes = Sizes(num_texts, 2048, num_texts * 2048)
     losses = LossSettings(checkpoint=True)
-    parts = needs_of(student, TARGET_8B, sizes, losses, is_summed=False)
+    parts = TRAINED["eagle3"].needs(student, TARGET_8B, sizes, losses, is_summed=False)
     assert parts["their moments"] == 8 * student.num_parameters
     assert sum(parts.values()) < most * GB
 
