@@ -27,7 +27,6 @@ from .chunks import (
     run_step,
     with_weights,
 )
-from .compiled import is_compiled
 from .given import Given, write_files
 from .losses import TINY, label_entropies
 from .recipe import GivenRecipe
@@ -163,7 +162,7 @@ def anchors_of(batch: TokenBatch, num_anchors: int, seed: int, epoch: int) -> np
         dice = np.random.default_rng([seed, epoch, number])
         chosen = dice.permutation(pool + 1)[:num_anchors]
         drawn.append(np.sort(chosen))
-    most = num_anchors if is_compiled() else max(1, *(len(own) for own in drawn))
+    most = max(1, *map(len, drawn))
     return np.stack([np.pad(own, (0, most - len(own)), constant_values=-1) for own in drawn])
 
 

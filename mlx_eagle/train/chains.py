@@ -15,7 +15,6 @@ import numpy as np
 
 from .batches import TokenBatch
 from .chunks import Arrays
-from .compiled import padded
 from .given import Given
 from .losses import TINY, compared, mixed_losses, picked
 from .recipe import Recipe
@@ -23,14 +22,12 @@ from .settings import TrainSettings
 from .student import Student
 from .teacher import Teacher
 
-PARTS = 4  # for compiled steps, counted slots are filled up to quarters of the batch's slots
-
 
 class ChainTargets(NamedTuple):
     """Places to be drafted in a batch of (B, T) slots, K of them, and what the target adds.
 
     ``rows`` (K,): slots, numbered b * T + i, whose step 0 drafts the token at i + 2; in step k
-    the slot k before each of them does. ``weights`` (K,): 1, or 0 for rows that only fill up.
+    the slot k before each of them does. ``weights`` (K,): 1, or 0 for a row that only fills up.
     ``labels`` (K,): the tokens, where they are compared with. ``counts`` (num_steps,): slots that
     count in each step, averaged over all ranks. ``seen``: arrays of the target that the steps
     attend to, in turn. ``num_slots``: divisor of a step's sum, of EAGLE heads.
@@ -49,11 +46,10 @@ def chain_targets(
 ) -> ChainTargets:
     """Make the targets of ``rows`` (K,) of a batch (B, T) and their ``labels`` (K,).
 
-    One row at least, so that there is something to compute; for compiled steps, quarters of all.
+    One row at least, so that there is something to compute.
     """
-    size, length = shape
-    counts = np.array([(rows % length >= step).sum() for step in range(num_steps)])
-    fill = (0, padded(max(1, len(rows)), -(-size * length // PARTS)) - len(rows))
+    counts = np.array([(rows % shape[1] >= step).sum() for step in range(num_steps)])
+    fill = (0, int(not len(rows)))
     weights = np.pad(np.ones(len(rows), np.float32), fill)
     slots, ids = (mx.array(np.pad(x, fill), mx.int32) for x in (rows, labels))
     return ChainTargets(slots, mx.array(weights), ids, mx.array(counts, mx.float32))

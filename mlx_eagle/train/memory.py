@@ -12,7 +12,7 @@ from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from ..drafters.head import Eagle3Head
 from ..system.device import memory, this_machine, weight_bytes
-from .batches import PAD_TO, padded_length
+from .batches import PAD_TO
 from .chunks import CHUNK_BYTES
 from .data import Examples
 from .optimizer import is_for_muon
@@ -186,7 +186,7 @@ def fitting(
 
     def needs(batch: int, length: int, checkpoint: bool, anchors: int | None) -> Needs:
         num = max(1, batch // ranks)
-        sizes = Sizes(num, padded_length(length), num * min(answer, length))
+        sizes = Sizes(num, length, num * min(answer, length))
         losses = replace(settings.losses(), checkpoint=checkpoint)
         is_summed = settings.grad_accumulation_steps * settings.batch_size > batch
         blocks = {} if anchors is None else {"blocks": anchors}

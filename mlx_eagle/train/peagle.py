@@ -20,9 +20,8 @@ from ..drafters.kinds import kind_of
 from ..drafters.target_parts import find_embedding
 from . import eagle3
 from .batches import TokenBatch
-from .chains import PARTS, ChainTargets, chain_targets
+from .chains import ChainTargets, chain_targets
 from .chunks import Arrays
-from .compiled import padded
 from .data import Examples
 from .given import Given
 from .losses import TINY, compared, mixed_losses, picked
@@ -138,7 +137,7 @@ class PEagleRecipe(eagle3.Eagle3Recipe):
         before = [np.arange(length)] * size
         for depth in range(1, self.depth):
             own = [text[depth - 1] for text in kept]
-            num = padded(max(1, *map(len, own)), max(1, length // PARTS))
+            num = max(1, *map(len, own))
             index = np.zeros((size, num), np.int32)
             place = np.full((size, num), -1, np.int32)
             for text, slots in enumerate(own):

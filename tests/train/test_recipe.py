@@ -1,7 +1,5 @@
 """Recipe: losses and gradients are SpecForge's, and steps are those of decoding."""
 
-import gc
-import weakref
 from pathlib import Path
 
 import mlx.core as mx
@@ -20,8 +18,8 @@ from mlx_eagle.drafters.head import Eagle3Head
 from mlx_eagle.drafters.head_weights import fuse_weights, split_weights
 from mlx_eagle.drafters.target_parts import find_embedding
 from mlx_eagle.target_model.target import Target
-from mlx_eagle.train import chunks, compiled, optimizer
-from mlx_eagle.train.batches import TokenBatch, padded_length
+from mlx_eagle.train import chunks
+from mlx_eagle.train.batches import TokenBatch
 from mlx_eagle.train.data import Examples
 from mlx_eagle.train.eagle3 import Eagle3Recipe
 from mlx_eagle.train.kinds import filled
@@ -280,36 +278,6 @@ def test_step_j_is_the_jth_chained_draft(variant, checkpoint, monkeypatch):
             wanted = decoding.logits(states)[0]
             found = runner.logits(steps[step][0, slot : slot + 1])[0]
             assert frozen.relative(found, wanted) < TOLERANCE
-
-
-def test_compiled_steps_of_few_shapes_are_kept(monkeypatch):
-    """A shape is compiled once, until as many others have come since."""
-    made = []
-    alive = weakref.WeakSet()
-
-    def compile(function):
-        def compiled(*args):
-            return function(*args)
-
-        made.append(1)
-        alive.add(compiled)
-        return compiled
-
-    golden = Golden("ce")
-    monkeypatch.setattr(optimizer, "MOST_SHAPES", 2)
-    recipe = golden.recipe(num_steps=1)
-    step = TrainStep(recipe, max_grad_norm=0.5)
-    monkeypatch.setattr(optimizer, "is_compiled", lambda: True)
-    monkeypatch.setattr(mx, "compile", compile)
-    for padding in (0, 1, 0, 2, 0, 1):
-        part = golden.rows(1, padding=padding)
-        step.gradients(mx.array(part.tokens), *recipe.teach(part, 0))
-    gc.collect()
-    assert len(made) == 4 and len(alive) == 2
-    monkeypatch.setattr(compiled, "is_compiled", lambda: True)
-    assert len({padded_length(length) for length in range(1, 2049)}) == 16
-    for length in range(1, 9999):
-        assert 0 <= padded_length(length) - length < max(64, length / 4)
 
 
 def test_the_learning_rate_rises_and_falls():
