@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx.nn.losses import cross_entropy
 from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -28,7 +29,7 @@ from .chunks import (
     with_weights,
 )
 from .given import Given, write_files
-from .losses import TINY, label_entropies
+from .losses import TINY
 from .recipe import GivenRecipe
 from .settings import TrainSettings
 from .student import Student, target_sizes
@@ -198,7 +199,7 @@ class BlockRecipe(GivenRecipe):
         ``before`` and ``labels`` (m, D) are as in ``BlockTargets``, ``final`` (m, D, h) the states
         that enter the target's output. D-PACE weighs by the first losses.
         """
-        return [label_entropies(self.drafter.logits(states).astype(mx.float32), labels)]
+        return [cross_entropy(self.drafter.logits(states).astype(mx.float32), labels)]
 
     def teach(
         self, batch: TokenBatch, epoch: int, num_ranks: int = 1

@@ -9,12 +9,12 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.nn.losses import cross_entropy
 
 from ..drafters.dflash2 import DFlash2Config, DFlash2Head
 from .block import BlockRecipe, Fresh, flat_values
 from .chunks import Arrays
 from .given import Given
-from .losses import label_entropies
 from .settings import TrainSettings
 from .student import Student
 
@@ -44,7 +44,7 @@ class DFlash2Recipe(BlockRecipe):
         rows = (x.reshape(-1, *x.shape[2:]) for x in (before, logits, states, candidates))
         scores = self.drafter.scores(*rows).astype(mx.float32).reshape(candidates.shape)
         place = mx.argmax(candidates == labels[..., None], axis=-1)
-        return [label_entropies(logits, labels), label_entropies(scores, place)]
+        return [cross_entropy(logits, labels), cross_entropy(scores, place)]
 
 
 def fresh(fields: dict[str, Any]) -> Fresh:

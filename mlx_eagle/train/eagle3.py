@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx.nn.losses import cross_entropy
 from mlx.utils import tree_flatten
 
 from ..drafters.head_weights import split_weights
@@ -19,7 +20,7 @@ from .chunks import Arrays, eval_in_chunks
 from .data import Examples
 from .draft_vocabulary import resized, resized_vocabulary
 from .given import Given, write_published
-from .losses import acceptance_loss, cross_entropies
+from .losses import acceptance_loss
 from .memory import amount
 from .published_head import published_files
 from .settings import CACHE_BITS, TrainSettings
@@ -84,12 +85,11 @@ class Eagle3Recipe(ChainRecipe):
 
     def compare(self, logits: mx.array, final: mx.array, labels: mx.array) -> Arrays:
         probs = mx.broadcast_to(self.teacher.probs(final), logits.shape)
-        entropies, log_z = cross_entropies(logits, probs)
+        entropies = cross_entropy(logits, probs)
         if self.settings.loss == "ce":
             return list(entropies)
-        drafted = mx.exp(logits - log_z[..., None])
         of_all = probs * self.teacher.shares(final)[:, None]
-        return [*entropies, *mx.minimum(of_all, drafted).sum(axis=-1)]
+        return [*entropies, *mx.minimum(of_all, mx.softmax(logits, axis=-1)).sum(axis=-1)]
 
     def summed(self, found: Arrays, weights: Arrays, targets: ChainTargets) -> Arrays:
         pairs = zip(found[: self.depth], weights, strict=True)

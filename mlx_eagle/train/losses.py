@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.nn.losses import cross_entropy
 
 from .chunks import Arrays, chunk_rows, with_weights
 from .settings import LossSettings
@@ -55,38 +56,6 @@ def compared(
     return with_weights(head, parts, inner, hidden, size, again=False)
 
 
-@mx.custom_function
-def cross_entropies(logits: mx.array, target: mx.array) -> tuple[mx.array, mx.array]:
-    """Compare logits (..., Vd) with probabilities (..., Vd), which sum to 1.
-
-    Returns the cross-entropies (...) and the logarithms of the logits' sums of powers (...). Its
-    own gradient keeps an array of the logits' size less.
-    """
-    log_z = mx.logsumexp(logits, axis=-1)
-    return log_z - (target * logits).sum(axis=-1), log_z
-
-
-def _entropy_gradients(
-    primals: tuple[mx.array, mx.array],
-    cotangents: tuple[mx.array, mx.array],
-    outputs: tuple[mx.array, mx.array],
-) -> tuple[mx.array, mx.array]:
-    logits, target = primals
-    of_entropies, of_log_z = (cotangent[..., None] for cotangent in cotangents)
-    drafted = mx.exp(logits - outputs[1][..., None])
-    of_logits = (of_entropies + of_log_z) * drafted - of_entropies * target
-    return of_logits, -of_entropies * logits
-
-
-cross_entropies.vjp(_entropy_gradients)
-
-
-def label_entropies(logits: mx.array, labels: mx.array) -> mx.array:
-    """Compare logits (..., V) with labels (...): cross-entropies (...)."""
-    said = mx.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
-    return mx.logsumexp(logits, axis=-1) - said
-
-
 def mixed_losses(
     terms: Mapping[str, float],
     logits: mx.array,
@@ -100,10 +69,10 @@ def mixed_losses(
     """
     total = mx.zeros(logits.shape[:-1])
     if labels is not None and "ce" in terms:
-        total = total + terms["ce"] * label_entropies(logits, labels)
+        total = total + terms["ce"] * cross_entropy(logits, labels)
     if probs is not None and "kl" in terms:
         least = -(probs * mx.log(mx.maximum(probs, TINIEST))).sum(axis=-1)
-        total = total + terms["kl"] * (cross_entropies(logits, probs)[0] - least)
+        total = total + terms["kl"] * (cross_entropy(logits, probs) - least)
     rejected = terms.get("tv", 0.0) + 2 * terms.get("l1", 0.0)
     if probs is not None and rejected:
         kept = mx.minimum(probs, mx.softmax(logits, axis=-1)).sum(axis=-1)

@@ -21,7 +21,7 @@ from .student import Student
 
 LIMIT = 0.9  # of the announced bytes: MLX compares before it makes an array, without its size
 CHAINED = 2.0  # arrays of all scores that a step has at once beside what is kept, measured
-COMPARED = 3.3  # arrays of a chunk's size that the losses have at once, measured
+COMPARED = 3.6  # arrays of a chunk's size that the losses have at once, measured
 KEPT = 3  # arrays of states that a step or layer keeps if it is computed again, measured
 MIXED = 3  # arrays of the size of a convolution's kernels that each row has at once, measured
 FULL = 4  # bytes of a number in float32
