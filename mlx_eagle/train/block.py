@@ -23,7 +23,6 @@ from .chunks import (
     CHUNK_BYTES,
     Arrays,
     chunk_rows,
-    eval_in_chunks,
     in_chunks,
     run_step,
     with_weights,
@@ -224,22 +223,14 @@ class BlockRecipe(GivenRecipe):
             asked *= np.cumprod(known >= 0, axis=-1)
             labels = np.maximum(known, 0)
         else:
-            labels = self._choices(features, rows)
+            used, back = np.unique(rows, return_inverse=True)
+            final = self.teacher.final(features, mx.array(used, mx.int32))
+            labels = self.teacher.choices(final, self.teacher.output)[back].reshape(rows.shape)
         whole = (drawn, rows, batch.tokens[texts, inside], labels)
         counts = mx.array([float(asked.sum())])
         return features, BlockTargets(
             *(mx.array(part, mx.int32) for part in whole), mx.array(asked), counts
         )
-
-    def _choices(self, features: mx.array, rows: np.ndarray) -> np.ndarray:
-        """Return the target's choices after positions, numbered b * T + i."""
-        used, back = np.unique(rows, return_inverse=True)
-        states = self.teacher.final(features, mx.array(used, mx.int32))
-        output = self.teacher.output
-        found = eval_in_chunks(
-            lambda x: mx.argmax(output(x), axis=-1), states, len(self.student.ids)
-        )
-        return np.array(found)[back].reshape(rows.shape)
 
     @property
     def _at_once(self) -> int:

@@ -14,7 +14,7 @@ import mlx.nn as nn
 import numpy as np
 
 from .batches import TokenBatch
-from .chunks import Arrays
+from .chunks import Arrays, eval_in_chunks
 from .given import Given
 from .losses import TINY, compared, mixed_losses, picked
 from .recipe import Recipe
@@ -138,5 +138,11 @@ class ChainRecipe(Recipe):
         head = self.student.head
         features, targets = self.context(tokens, ChainTargets(rows, rows, rows, rows))
         embeddings = self.student.embed(mx.array(tokens))
-        steps = self.steps(head, embeddings, features, targets)
-        return self.chosen(steps, rows, lambda x: self.choose(head, x))
+        drafts = []
+        for states in self.steps(head, embeddings, features, targets):
+            picked = states.reshape(-1, states.shape[-1])[rows]
+            ids = self.student.ids
+            found = ids[eval_in_chunks(partial(self.choose, head), picked, len(ids))]
+            drafts.append(np.array(found))
+            mx.eval(states)
+        return np.array(drafts)

@@ -16,7 +16,7 @@ from ..drafters.target_parts import find_embedding
 from ..system.ranks import is_first
 from .batches import TokenBatch
 from .chains import ChainRecipe, ChainTargets, chain_targets
-from .chunks import Arrays, eval_in_chunks
+from .chunks import Arrays
 from .data import Examples
 from .draft_vocabulary import resized, resized_vocabulary
 from .given import Given, write_published
@@ -67,9 +67,7 @@ class Eagle3Recipe(ChainRecipe):
         if not len(rows):
             return rows
         final = self.teacher.final(features, mx.array(rows + 1, mx.int32))
-        _, num_tokens = find_embedding(self.model)
-        chosen = eval_in_chunks(lambda x: mx.argmax(self.teacher.whole(x), -1), final, num_tokens)
-        return rows[np.isin(np.array(chosen), self._ids)]
+        return rows[np.isin(self.teacher.choices(final, self.teacher.whole), self._ids)]
 
     def steps(
         self, head: Any, embeddings: mx.array, features: mx.array, targets: Any

@@ -1,7 +1,7 @@
 """Recipe: how drafters of one kind are trained; each kind has a file of its own."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ from mlx_lm.utils import dequantize_model
 from ..convert.checkpoint import DraftCheckpoint
 from ..drafters.kinds import KINDS
 from .batches import TokenBatch
-from .chunks import eval_in_chunks
 from .given import Given, same_tensors, stored_arrays, write_published
 from .lora import changes
 from .settings import TrainSettings
@@ -55,18 +54,6 @@ class Recipe(ABC):
 
         ``rows`` (K,) are the slots, numbered b * T + i; slot i drafts what follows token i + 1.
         """
-
-    def chosen(
-        self, steps: Iterable[mx.array], rows: mx.array, choose: Callable[[mx.array], mx.array]
-    ) -> np.ndarray:
-        """Choose the drafts of each step (steps, K) after its states (B, T', h) at ``rows``."""
-        drafts = []
-        for states in steps:
-            picked = states.reshape(-1, states.shape[-1])[rows]
-            found = eval_in_chunks(choose, picked, len(self.student.ids))
-            drafts.append(self.student.ids[found])
-            mx.eval(drafts[-1], states)
-        return np.array(mx.stack(drafts))
 
     @abstractmethod
     def files(self, notes: Mapping[str, Any], is_final: bool = False) -> HeadFiles:

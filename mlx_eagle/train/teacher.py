@@ -24,6 +24,7 @@ from ..system.loading import load, read_json
 from ..system.safetensors import save_arrays
 from ..target_model.target import Target
 from .batches import TokenBatch
+from .chunks import eval_in_chunks
 from .data import Example, Examples
 
 ROWS_AT_ONCE = 2048  # positions in a pass
@@ -136,6 +137,11 @@ class Teacher:
     def final(self, features: mx.array, rows: mx.array) -> mx.array:
         """Return what was told last of positions ``rows`` (K,), numbered b * T + i: (K, width)."""
         return features.reshape(-1, features.shape[-1])[rows, -self.width :]
+
+    def choices(self, final: mx.array, logits: Output) -> np.ndarray:
+        """Return the best tokens (K,) by ``logits``, one of its outputs."""
+        width = logits(final[:1]).shape[-1]
+        return np.array(eval_in_chunks(lambda x: mx.argmax(logits(x), axis=-1), final, width))
 
     def probs(self, final: mx.array) -> mx.array:
         """Compute the target's probabilities (..., Vd) among the tokens that can be drafted."""
