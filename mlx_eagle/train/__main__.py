@@ -11,9 +11,6 @@ from mlx_lm.lora import yaml_loader
 
 from ..system.cli_values import add_version_flag, use_plain_words
 from ..system.exit_codes import run_command
-from ..system.ranks import is_first
-from .curves import draw_curves
-from .log import CSV
 from .settings import TrainSettings, add_flags
 from .trainer import run
 
@@ -78,17 +75,7 @@ def settings_of(argv: Sequence[str] | None) -> TrainSettings:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train; exit with 2 and one sentence on errors a user can cause."""
-    run_command(lambda: _run(argv))
-
-
-def _run(argv: Sequence[str] | None) -> None:
-    report = run(settings_of(argv))
-    if not is_first():
-        return
-    try:
-        print(f"Its curves are in {draw_curves(report.output)}.")
-    except ValueError as err:
-        print(f"Its figures are in {report.output / CSV}; {err}")
+    run_command(lambda: run(settings_of(argv)))
 
 
 if __name__ == "__main__":

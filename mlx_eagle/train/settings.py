@@ -19,7 +19,7 @@ LEAST_KEPT = 0.2  # of all places, at any depth, as in P-EAGLE's trainers
 FREE = (
     "output", "iters", "grad_checkpoint", "steps_per_report", "steps_per_eval", "save_every",
     "val_batches", "test_prompts", "test_tokens", "keep_checkpoints", "cache_features", "resume",
-    "answer_rows", "quantize", "q_bits", "q_group_size",
+    "answer_rows", "quantize", "q_bits", "q_group_size", "report_to", "project_name",
 )  # fmt: skip
 """Settings that may change when a run resumes."""
 
@@ -291,6 +291,8 @@ class TrainSettings:
     )
     answer_tokens: int = setting("Most tokens of such an answer.", 512, least=1)
     answer_rows: int = setting("Answers that are decoded at once.", 32, least=1)
+    report_to: str | None = setting("Services to report to: wandb, swanlab, or both (a,b).")
+    project_name: str | None = setting("Project there (default: the service's own).")
     quantize: bool = setting("Quantize the finished head.", False)
     q_bits: int | None = setting("Bits of a weight (default: 4; fusion and output matrix 6).")
     q_group_size: int = setting("Weights that share a scale.", 64)

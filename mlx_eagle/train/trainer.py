@@ -26,7 +26,7 @@ from .evaluation import Evaluation, Generated, evaluate, generate_held_out
 from .given import AUTO, Given, converted, known_drafter, open_given, write_files
 from .head_card import make_card
 from .kinds import TRAINED, begin, check_kind, filled, needs_for, title_of, trained_as, with_mask
-from .log import TrainingLog
+from .log import TrainingLog, check_services
 from .memory import fitting, memory_kept_to
 from .optimizer import TrainStep, learning_rate
 from .recipe import Recipe
@@ -285,6 +285,8 @@ def run(settings: TrainSettings) -> TrainReport:
 
 
 def _run(settings: TrainSettings, checkpoints: Checkpoints) -> TrainReport:
+    if is_first():
+        check_services(settings.report_to)
     found = checkpoints.to_begin_with(settings.resume)
     data = read_data(settings.data)
     if settings.init is not None and settings.init not in (AUTO, *KINDS):

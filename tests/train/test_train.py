@@ -65,7 +65,7 @@ def test_a_run_ends_in_a_head_that_decodes(data, tmp_path, capsys):
     assert re.search(
         r"\nTraining takes about .*: target 1 MB, weights .*Activations are kept\.\n", said
     )
-    assert re.search(r"\n\d+ tokens per second: \d+ s left\.\n", said)
+    assert re.search(r"\n\d+ tokens per second: \d\d:\d\d left\.\n", said)
     assert report.is_finished and report.iteration == 6
     assert report.evaluation.num_sequences == 3
     model, tokenizer = mlx_lm.load(str(target))
