@@ -9,9 +9,9 @@ from typing import Any
 import yaml
 from mlx_lm.lora import yaml_loader
 
-from ..system.cli_values import add_version_flag, use_plain_words
+from ..system.cli_values import add_flags, add_version_flag, use_plain_words
 from ..system.exit_codes import run_command
-from .settings import TrainSettings, add_flags
+from .settings import TrainSettings
 from .trainer import run
 
 

@@ -22,13 +22,13 @@ from mlx_lm.generate import BatchGenerator
 from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..system.cli_values import add_version_flag, use_plain_words
+from ..system.cli_values import add_flags, add_version_flag, use_plain_words
 from ..system.device import prepare_device
 from ..system.exit_codes import run_command
 from ..system.progress import open_bar
 from ..system.ranks import is_first
 from .data import read_rows, reading
-from .settings import AnswerSettings, add_flags
+from .settings import AnswerSettings
 from .teacher import load_target
 
 Messages = list[dict[str, Any]]
