@@ -302,8 +302,8 @@ def _run(settings: TrainSettings, checkpoints: Checkpoints) -> TrainReport:
     if settings.regenerate:
         from .answers import regenerate  # here, for it is a command as well: python -m
 
-        to = checkpoints.output / "answers"
-        data = read_data(str(regenerate(settings.data, to, model, tokenizer, settings.answers())))
+        how = (model, tokenizer, settings.answers())
+        data = regenerate(data, checkpoints.output / "answers", *how)
     examples = read_examples(
         data, tokenizer, vocab_size, settings.max_seq_length, settings.mask_prompt
     )
