@@ -190,7 +190,7 @@ def compare(settings: TrainSettings, report=lambda line: None) -> Comparison:
 
     before = evaluation()
     other = PyTorchTrainer(model, config, student, settings)
-    step = TrainStep(student, settings.losses(), settings.max_grad_norm)
+    step = TrainStep(recipe)
     order = BatchOrder([len(x.tokens) for x in examples.train], settings.batch_size, settings.seed)
     losses = []
     seconds = []

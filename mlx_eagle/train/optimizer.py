@@ -14,10 +14,7 @@ from mlx.optimizers import AdamW, Muon, Optimizer
 from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
 
 from .compiled import is_compiled
-from .losses import step_losses
 from .recipe import Recipe
-from .settings import LossSettings
-from .student import Student
 
 BETAS = (0.9, 0.95)  # of AdamW, as in EAGLE-3's trainers
 TABLES = ("embed_tokens", "lm_head", "markov_head", "confidence_head", "codebook", "centroids")
@@ -52,35 +49,25 @@ class TrainStep:
     gradients since its last step.
     """
 
-    def __init__(
-        self,
-        student: Student,
-        settings: LossSettings,
-        max_grad_norm: float,
-        weight_decay: float = 0.0,
-        recipe: Recipe | None = None,
-        optimizer: str = "adamw",
-    ):
-        """``recipe`` knows the losses, if they are not those of an EAGLE head.
+    def __init__(self, recipe: Recipe):
+        """Learn as the settings of ``recipe`` say.
 
-        With the ``optimizer`` "muon" (Jordan et al. 2024, kellerjordan.github.io/posts/muon)
-        matrices between states are learnt by that, and all other weights by AdamW.
+        With "muon" (Jordan et al. 2024, kellerjordan.github.io/posts/muon) matrices between
+        states are learnt by that, and all other weights by AdamW.
         """
-        self._student = student
-        self._losses = partial(step_losses, settings=settings) if recipe is None else recipe.losses
-        self._weights = settings.weights if recipe is None else recipe.weights
-        self._max_norm = max_grad_norm
-        adamw = AdamW(
-            learning_rate=0.0, betas=list(BETAS), weight_decay=weight_decay, bias_correction=True
-        )
-        muon = Muon(learning_rate=0.0, weight_decay=weight_decay)
+        settings = recipe.settings
+        self._recipe = recipe
+        self._student = recipe.student
+        adamw = AdamW(0.0, list(BETAS), weight_decay=settings.weight_decay, bias_correction=True)
+        muon = Muon(0.0, weight_decay=settings.weight_decay)
         # On every device: one short kernel, in place of 16 passes over all weights.
-        by_adamw, by_muon = (mx.compile(partial(self._updated, own)) for own in (adamw, muon))
-        self.weights: Arrays = dict(tree_flatten(student.head.trainable_parameters()))
+        by_adamw, by_muon = (mx.compile(partial(_updated, own)) for own in (adamw, muon))
+        head = self._student.head
+        self.weights: Arrays = dict(tree_flatten(head.trainable_parameters()))
         self.moments: dict[str, Any] = {name: {} for name in self.weights}
         self._updates = dict.fromkeys(self.weights, by_adamw)
         for name, weight in self.weights.items():
-            is_muon = optimizer == "muon" and is_for_muon(name, weight)
+            is_muon = settings.optimizer == "muon" and is_for_muon(name, weight)
             self._updates[name] = by_muon if is_muon else by_adamw
             (muon if is_muon else adamw).init_single(weight, self.moments[name])
         self.clock: Arrays = dict(adamw.state)  # the step and the learning rate, of both
@@ -158,8 +145,8 @@ class TrainStep:
         head = self._student.head
         head.update(tree_unflatten(list(weights.items())))
         embeddings, features, *targets = inputs
-        losses = self._losses(head, embeddings, features, self._kind(*targets))
-        return (losses * self._weights).sum(), losses
+        losses = self._recipe.losses(head, embeddings, features, self._kind(*targets))
+        return (losses * self._recipe.weights).sum(), losses
 
     def _learn(self, gradients: Arrays, rate: float, parts: int) -> mx.array:
         """Make a step of the gradients of ``parts`` batches; return their norm (), not clipped.
@@ -175,7 +162,9 @@ class TrainStep:
             squares = squares + gradient.astype(mx.float32).square().sum()
             mx.eval(gradient, squares)
         norm = mx.sqrt(squares) / parts
-        scale = mx.minimum(self._max_norm / (norm + 1e-6), 1.0) / parts
+        most = self._recipe.settings.max_grad_norm
+        assert most is not None  # settings are filled in for their kind
+        scale = mx.minimum(most / (norm + 1e-6), 1.0) / parts
         self.clock = {"step": self.clock["step"] + 1, "learning_rate": mx.array(rate)}
         for name in list(self.weights):
             weight, moments = self._updates[name](
@@ -188,17 +177,17 @@ class TrainStep:
             self._student.head.update(tree_unflatten([(name, weight)]))
         return norm
 
-    @staticmethod
-    def _updated(
-        optimizer: Optimizer,
-        weight: mx.array,
-        gradient: mx.array,
-        moments: Arrays,
-        scale: mx.array,
-        clock: Arrays,
-    ) -> tuple[mx.array, Arrays]:
-        """Return a weight and its moments after a step of the gradient times ``scale``."""
-        optimizer.state = clock
-        after = dict(moments)
-        gradient = gradient.astype(mx.float32) * scale
-        return optimizer.apply_single(gradient, weight, after), after
+
+def _updated(
+    optimizer: Optimizer,
+    weight: mx.array,
+    gradient: mx.array,
+    moments: Arrays,
+    scale: mx.array,
+    clock: Arrays,
+) -> tuple[mx.array, Arrays]:
+    """Return a weight and its moments after a step of the gradient times ``scale``."""
+    optimizer.state = clock
+    after = dict(moments)
+    gradient = gradient.astype(mx.float32) * scale
+    return optimizer.apply_single(gradient, weight, after), after

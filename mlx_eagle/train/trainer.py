@@ -77,8 +77,7 @@ class Trainer:
             )
         lengths = [len(example.tokens) for example in self.examples.train]
         self._order = BatchOrder(lengths, settings.batch_size, settings.seed)
-        how = (settings.losses(), settings.max_grad_norm, settings.weight_decay)
-        self._step = TrainStep(self.recipe.student, *how, self.recipe, settings.optimizer)
+        self._step = TrainStep(self.recipe)
         self._covered = coverage(self.examples.train, self.recipe.student.ids)
         self._output = self.checkpoints.output
         self._trained_tokens = 0

@@ -14,7 +14,7 @@ import pytest
 from assistants import tiny_assistant, tiny_gemma4
 from drafter_pairs import tiny_mtp, tiny_qwen3_next
 from helpers import SIZES, tiny_llama
-from training import chats, write_data, write_target
+from training import chats, step_of, write_data, write_target
 
 from mlx_eagle import load_fast_blas
 from mlx_eagle.drafters.base import Drafter
@@ -176,7 +176,7 @@ def test_an_update_has_old_and_new_of_one_tensor_at_a_time():
     model = tiny_llama(0, vocab_size=258, hidden_size=128)
     sizes = {**SIZES, "hidden_size": 128}
     student = fresh_student(model, sizes, np.arange(64, dtype=np.int32), fresh(4, 64))
-    step = TrainStep(student, LossSettings(), max_grad_norm=0.5)
+    step = step_of(student, LossSettings())
     mx.eval(step.weights, step.moments)
     largest = max(weight.nbytes for weight in step.weights.values())
     everything = sum(weight.nbytes for weight in step.weights.values())
@@ -285,7 +285,7 @@ def peak_and_needs(run) -> tuple[float, dict[str, float]]:
     needed["their moments"] -= memory.spared_by(settings, student)
     forget_others()
     before = mx.get_active_memory() - weight_bytes(model) - weight_bytes(student.head)
-    step = TrainStep(student, losses, 0.5, 0.0, recipe, settings.optimizer)
+    step = TrainStep(recipe)
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, vocab, (num_texts, length)).astype(np.int32)
     counts = np.ones(tokens.shape, bool)

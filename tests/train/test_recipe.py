@@ -15,6 +15,7 @@ from heads import NUM_SLOTS, VARIANTS, Runner, random_head
 from mlx.optimizers import AdamW, Muon
 from mlx_lm.models import llama
 from tolerances import tolerance
+from training import step_of
 
 from mlx_eagle.drafters.config import Eagle3Config
 from mlx_eagle.drafters.head import Eagle3Head
@@ -23,7 +24,7 @@ from mlx_eagle.drafters.target_parts import find_embedding
 from mlx_eagle.target_model.target import Target
 from mlx_eagle.train import chunks, compiled, optimizer
 from mlx_eagle.train.batches import TokenBatch, padded_length
-from mlx_eagle.train.optimizer import BETAS, TrainStep, learning_rate
+from mlx_eagle.train.optimizer import BETAS, learning_rate
 from mlx_eagle.train.settings import LossSettings
 from mlx_eagle.train.student import Student
 from mlx_eagle.train.teacher import Teacher
@@ -124,7 +125,7 @@ def test_losses_and_gradients_are_specforges(name, checkpoint):
     for ours, theirs, counts in zip(features, golden.features, golden.batch.counts, strict=True):
         used = counts.nonzero()[0].max() + 2
         assert frozen.relative(np.array(ours[:used]), theirs[:used]) < TOLERANCE
-    step = TrainStep(golden.student, settings, max_grad_norm=0.5)
+    step = step_of(golden.student, settings)
     found_losses, gradients = step.gradients(mx.array(golden.batch.tokens), features, targets)
     assert frozen.relative(np.array(found_losses), golden.losses) < 10 * TOLERANCE
     found = split_weights(gradients, golden.student.head.config)
@@ -137,7 +138,8 @@ def test_losses_and_gradients_are_specforges(name, checkpoint):
 def test_muon_learns_the_matrices_between_states():
     """As mlx's own two optimizers do with the same gradients, one for each part of the head."""
     student = Golden("ce").student
-    step = TrainStep(student, LossSettings(), 1e9, 0.1, optimizer="muon")
+    how = {"max_grad_norm": 1e9, "weight_decay": 0.1, "optimizer": "muon"}
+    step = step_of(student, LossSettings(), **how)
     weights = dict(step.weights)
     matrices = {name for name, weight in weights.items() if weight.ndim == 2} - {"lm_head.weight"}
     assert "fc.weight" in matrices and "lm_head.weight" in weights
@@ -156,7 +158,7 @@ def test_muon_learns_the_matrices_between_states():
     for name, weight in step.weights.items():
         assert frozen.relative(np.array(weight), np.array(wanted[name])) < 1e-5, name
         assert len(step.moments[name]) == (1 if name in matrices else 2)
-    again = TrainStep(student, LossSettings(), 1e9, 0.1, optimizer="muon")
+    again = step_of(student, LossSettings(), **how)
     again.load(step.state)
     assert again.state.keys() == step.state.keys()
 
@@ -174,7 +176,7 @@ def in_small_chunks(monkeypatch) -> None:
 def test_with_less_memory_losses_and_gradients_are_the_same(name, how, tmp_path, monkeypatch):
     golden = Golden(name)
     teacher = Teacher(golden.model, TAPS, golden.student.ids)
-    step = TrainStep(golden.student, LOSSES[name], max_grad_norm=0.5)
+    step = step_of(golden.student, LOSSES[name])
     tokens = mx.array(golden.batch.tokens)
     expected = step.gradients(tokens, *teacher.teach(golden.batch, NUM_STEPS))
     if how in ("in chunks", "both"):
@@ -184,7 +186,7 @@ def test_with_less_memory_losses_and_gradients_are_the_same(name, how, tmp_path,
         teacher.teach(golden.batch, NUM_STEPS)
         assert len(list(tmp_path.iterdir())) == len(golden.batch.numbers)
     checkpoint = how in ("checkpointed", "both")
-    step = TrainStep(golden.student, replace(LOSSES[name], checkpoint=checkpoint), 0.5)
+    step = step_of(golden.student, replace(LOSSES[name], checkpoint=checkpoint))
     found = step.gradients(tokens, *teacher.teach(golden.batch, NUM_STEPS))
     assert frozen.relative(np.array(found[0]), np.array(expected[0])) < 1e-5
     for key, wanted in expected[1].items():
@@ -240,7 +242,7 @@ def test_some_choices_of_the_golden_target_cannot_be_drafted():
 def test_parts_of_a_batch_average_to_the_whole(name):
     golden = Golden(name)
     teacher = Teacher(golden.model, TAPS, golden.student.ids)
-    step = TrainStep(golden.student, LOSSES[name], max_grad_norm=0.5)
+    step = step_of(golden.student, LOSSES[name])
     parts = [golden.rows(0), golden.rows(1, padding=3), golden.rows(2, padding=47)]
     taught = [teacher.teach(part, NUM_STEPS, num_ranks=3) for part in parts]
     counts = sum(targets.counts for _, targets in taught) / 3
@@ -291,7 +293,7 @@ def test_compiled_steps_of_few_shapes_are_kept(monkeypatch):
 
     golden = Golden("ce")
     monkeypatch.setattr(optimizer, "MOST_SHAPES", 2)
-    step = TrainStep(golden.student, LossSettings(1), max_grad_norm=0.5)
+    step = step_of(golden.student, LossSettings(1))
     monkeypatch.setattr(optimizer, "is_compiled", lambda: True)
     monkeypatch.setattr(mx, "compile", compile)
     teacher = Teacher(golden.model, TAPS, golden.student.ids)

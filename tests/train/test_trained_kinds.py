@@ -67,7 +67,7 @@ def case(request, tmp_path_factory):
 
 def learnt(recipe, batch, **options):
     """Losses and gradients of a batch, as a run has them."""
-    step = TrainStep(recipe.student, recipe.settings.losses(), 0.5, 0.0, recipe)
+    step = TrainStep(recipe)
     return step.gradients(mx.array(batch.tokens), *recipe.teach(batch, 0))
 
 
