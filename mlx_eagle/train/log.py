@@ -1,6 +1,5 @@
 """Log of a run: lines for people, a progress bar, ``training.csv``, and services such as wandb."""
 
-import csv
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -17,7 +16,6 @@ from .evaluation import Evaluation, Generated
 from .settings import TrainSettings
 
 CSV = "training.csv"
-FIRST = 4  # batches before the run says how long it will take
 NAMES = {"loss": "train_loss", "peak_memory_gb": "peak_memory"}
 """Names that mlx-lm's trainer reports figures by, where those of their columns are others."""
 
@@ -49,8 +47,6 @@ class TrainingLog:
         self._path = output / CSV
         self._settings = settings
         self._is_quiet = not is_first()
-        self._num = 0  # batches of this run
-        self._seconds = 0.0  # of these
         self._recent: list[tuple[np.ndarray, int, float]] = []  # since the last report
         self._bar = tqdm(disable=True)
         self._services = callbacks.TrainingCallback()
@@ -90,27 +86,21 @@ class TrainingLog:
         """
         settings = self._settings
         self._recent.append((losses, num_tokens, seconds))
-        # The first batch, which compiles, says nothing about the others.
-        self._seconds = seconds if self._num < 2 else self._seconds + seconds
-        self._num += 1
-        each = self._seconds / max(1, self._num - 1)
-        left = tqdm.format_interval((settings.iters - iteration) * each)
-        speed = f"{num_tokens / seconds:.0f} tokens"
         self._bar.update()
-        self._bar.set_postfix_str(f"{speed}/s")
-        if self._num == FIRST:
-            self.say(f"{speed} per second: {left} left.")
+        self._bar.set_postfix_str(f"{num_tokens / seconds:.0f} tokens/s")
         if iteration % settings.steps_per_report and iteration < settings.iters:
             return
         all_losses, tokens, times = zip(*self._recent, strict=True)
         self._recent = []
         means = np.mean(all_losses, axis=0).tolist()
+        each = sum(times) / len(times)
         row = figures | _numbered("loss", means)
         row["loss"] = sum(means)
         row["tokens_per_second"] = round(sum(tokens) / sum(times), 1)
-        row["iterations_per_second"] = round(len(times) / sum(times), 3)  # for services only
+        row["iterations_per_second"] = round(1 / each, 3)  # for services only
         row["peak_memory_gb"] = round(mx.get_peak_memory() / 1e9, 3)
         self._write(iteration, row, self._services.on_train_loss_report)
+        left = tqdm.format_interval((settings.iters - iteration) * each)
         self.say(
             f"Iter {iteration}: Train loss {row['loss']:.3f}, first step {means[0]:.3f}, "
             f"Learning Rate {row['learning_rate']:.3e}, "
@@ -152,9 +142,8 @@ class TrainingLog:
     ) -> None:
         row = {"iteration": iteration} | figures
         if not self._is_quiet:
-            with self._path.open("a", newline="") as file:
-                how = {"extrasaction": "ignore", "lineterminator": "\n"}
-                csv.DictWriter(file, self._columns, **how).writerow(row)
+            with self._path.open("a") as file:
+                print(*(row.get(name, "") for name in self._columns), sep=",", file=file)
             report({NAMES.get(name, name): value for name, value in row.items()})
 
 
