@@ -362,10 +362,9 @@ def test_mlx_lm_has_a_floor_and_a_tested_ceiling():
 
 @pytest.mark.exhaustive
 def test_matplotlib_comes_with_an_extra_that_make_bench_installs(checkout):
-    """Training has one too, and nothing imports it before plots are drawn."""
+    """Nothing imports it before plots are drawn."""
     assert "matplotlib" not in {r.name for r in requirements("Darwin")}
-    for extra in ("bench", "plots"):
-        assert "matplotlib" in {r.name for r in requirements("Darwin", extra)}
+    assert "matplotlib" in {r.name for r in requirements("Darwin", "bench")}
     recipe = make(checkout, "-n", "bench").stdout
     assert "install --quiet --editable '.[cpu,bench]'" in recipe
     code = "import sys; import mlx_eagle.bench.__main__; print('matplotlib' in sys.modules)"

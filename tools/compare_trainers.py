@@ -170,11 +170,10 @@ def compare(settings: TrainSettings, report=lambda line: None) -> Comparison:
     mx.random.seed(settings.seed)
     torch.manual_seed(settings.seed)
     model, tokenizer, config = load_target(settings.model)
-    data = settings.data
+    rows = read_data(settings.data)
     if settings.regenerate:
         answers = Path(settings.output) / "answers"
-        data = str(regenerate(data, answers, model, tokenizer, settings.answers()))
-    rows = read_data(data)
+        rows = regenerate(rows, answers, model, tokenizer, settings.answers())
     examples = read_examples(rows, tokenizer, config["vocab_size"], settings.max_seq_length)
     if settings.init is not None:
         student = student_from(settings.init, model, settings.model)
@@ -190,7 +189,7 @@ def compare(settings: TrainSettings, report=lambda line: None) -> Comparison:
 
     before = evaluation()
     other = PyTorchTrainer(model, config, student, settings)
-    step = TrainStep(recipe, settings.max_grad_norm)
+    step = TrainStep(recipe)
     order = BatchOrder([len(x.tokens) for x in examples.train], settings.batch_size, settings.seed)
     losses = []
     seconds = []

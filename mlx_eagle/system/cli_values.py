@@ -7,11 +7,11 @@ import argparse
 import shlex
 import sys
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from functools import partial
 from importlib.metadata import version
 from itertools import takewhile
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args, get_type_hints
 
 from .. import __version__
 from .fields import suggestion
@@ -137,6 +137,8 @@ class Range:
 
     def check(self, value: float) -> None:
         """Raise ValueError where ``value`` is outside, or no number at all."""
+        if isinstance(value, str):
+            raise ValueError(f"{flag_of(self.name)} is {value!r}: give a number.")
         if not self.low <= value <= self.high:
             raise ValueError(f"{flag_of(self.name)} is {value}: give {self.wanted}.")
 
@@ -153,6 +155,42 @@ def check_choice(name: str, value: Any, choices: tuple[int, ...]) -> None:
     """Raise ValueError unless ``value`` is one of ``choices``, or None."""
     if value is not None and value not in choices:
         raise ValueError(f"{flag_of(name)} is {value}: give {_listed(choices)}.")
+
+
+def setting(text: str, default: Any = None, *, least: int | None = None, **options: Any) -> Any:
+    """A field of a dataclass whose fields are flags, with its help text.
+
+    ``options``: ``type``, ``choices`` and ``metavar`` are argparse's, ``aliases`` other flags,
+    ``range`` all of a ``Range`` but its name; ``least`` is the smallest whole number.
+    """
+    if least is not None:
+        options["range"] = (least, LARGEST, f"{least} or more")
+    return field(default=default, metadata={"help": text, **options})
+
+
+def add_flags(parser: argparse.ArgumentParser, settings: type) -> None:
+    """Add a flag for each field of ``settings``; none has a default of its own."""
+    hints = get_type_hints(settings)
+    for each in fields(settings):
+        kind = (*get_args(hints[each.name]), hints[each.name])[0]
+        is_switch = kind is bool
+        how: Any = {"action": argparse.BooleanOptionalAction} if is_switch else {"type": kind}
+        how |= {k: v for k, v in each.metadata.items() if k in ("type", "choices", "metavar")}
+        text = each.metadata["help"]
+        if isinstance(each.default, int | float | str) and not is_switch:
+            text = f"{text.removesuffix('.')} (default {each.default})."
+        names = (flag_of(each.name), *each.metadata.get("aliases", ()))
+        parser.add_argument(*names, default=None, help=text, **how)
+
+
+def check_values(settings: Any) -> None:
+    """Raise ValueError for the first field outside its range, or that is none of its choices."""
+    for each in fields(settings):
+        value = getattr(settings, each.name)
+        if value is not None and "range" in each.metadata:
+            Range(each.name, *each.metadata["range"]).check(value)
+        if "choices" in each.metadata:
+            check_choice(each.name, value, each.metadata["choices"])
 
 
 def flag_of(name: str) -> str:

@@ -1,7 +1,6 @@
-"""Training draft heads: ``train`` makes one, and ``draw_curves`` draws how it went."""
+"""Training drafters: ``train`` makes one for a model of mlx-lm, or adapts one."""
 
-from .curves import draw_curves
 from .settings import TrainSettings
 from .trainer import TrainReport, run, train
 
-__all__ = ["TrainReport", "TrainSettings", "draw_curves", "run", "train"]
+__all__ = ["TrainReport", "TrainSettings", "run", "train"]

@@ -9,12 +9,9 @@ from typing import Any
 import yaml
 from mlx_lm.lora import yaml_loader
 
-from ..system.cli_values import add_version_flag, use_plain_words
+from ..system.cli_values import add_flags, add_version_flag, use_plain_words
 from ..system.exit_codes import run_command
-from ..system.ranks import is_first
-from .curves import draw_curves
-from .log import CSV
-from .settings import TrainSettings, add_flags
+from .settings import TrainSettings
 from .trainer import run
 
 
@@ -44,24 +41,13 @@ def read_config(path: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ValueError(f"{path} holds no settings: give lines such as `iters: 1000`.")
     values = {str(key).replace("-", "_"): value for key, value in values.items()}
-    values |= read_lora(values.pop("lora_parameters", None) or {}, path)
+    lora = values.pop("lora_parameters", None) or {}  # as mlx_lm.lora has them
+    if not isinstance(lora, dict):
+        raise ValueError(f"{path} sets lora_parameters to {lora!r}: give rank and scale.")
+    values |= {f"lora_{key}": v for key, v in lora.items() if v or key in ("rank", "scale")}
     for key in values.keys() - {each.name for each in fields(TrainSettings)}:
         raise ValueError(f"{path} sets {key}, which is no setting: see mlx_eagle.train --help.")
     return {key: tuple(v) if isinstance(v, list) else v for key, v in values.items()}
-
-
-def read_lora(parameters: Any, path: str) -> dict[str, Any]:
-    """Read ``lora_parameters`` as mlx_lm.lora has them; ValueError for what is not done here."""
-    known = {"rank": "lora_rank", "scale": "lora_scale"}
-    if not isinstance(parameters, dict):
-        raise ValueError(f"{path} sets lora_parameters to {parameters!r}: give rank and scale.")
-    for key, value in parameters.items():
-        if key not in known and value:
-            raise ValueError(
-                f"{path} sets {key} of lora_parameters to {value!r}, which is not done here: give "
-                "rank and scale."
-            )
-    return {known[key]: value for key, value in parameters.items() if key in known}
 
 
 def settings_of(argv: Sequence[str] | None) -> TrainSettings:
@@ -78,17 +64,7 @@ def settings_of(argv: Sequence[str] | None) -> TrainSettings:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train; exit with 2 and one sentence on errors a user can cause."""
-    run_command(lambda: _run(argv))
-
-
-def _run(argv: Sequence[str] | None) -> None:
-    report = run(settings_of(argv))
-    if not is_first():
-        return
-    try:
-        print(f"Its curves are in {draw_curves(report.output)}.")
-    except ValueError as err:
-        print(f"Its figures are in {report.output / CSV}; {err}")
+    run_command(lambda: run(settings_of(argv)))
 
 
 if __name__ == "__main__":

@@ -1,20 +1,21 @@
 """Answers of the target to given prompts, as data to train its head on.
 
-Prompts come from files, many are answered at once through mlx-lm's own batching, and a file of
-answers that was cut short is continued.
+Many are given at once through mlx-lm's own batching, and a file of answers that was cut short is
+continued.
 """
 
 import argparse
 import json
 import os
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import fields
+from itertools import islice
 from pathlib import Path
 from random import Random
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -22,35 +23,32 @@ from mlx_lm.generate import BatchGenerator
 from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..system.cli_values import add_version_flag, use_plain_words
+from ..system.cli_values import add_flags, add_version_flag, use_plain_words
 from ..system.device import prepare_device
 from ..system.exit_codes import run_command
 from ..system.progress import open_bar
 from ..system.ranks import is_first
-from .data import read_rows, reading
-from .settings import AnswerSettings, add_flags
+from .data import Fields, Rows, prompt_of, read_data, read_rows
+from .settings import AnswerSettings
 from .teacher import load_target
-
-Messages = list[dict[str, Any]]
 
 
 class AskedPrompt(NamedTuple):
-    """A prompt to answer: ``key`` names the answer in the file; ``tokens`` are the prompt's."""
+    """A row whose ``messages`` are to be answered, its place in the data, and its ``tokens``."""
 
-    key: str
-    messages: Messages
+    number: int
+    row: Fields
     tokens: list[int]
 
 
-def read_prompts(path: Path) -> dict[str, Messages]:
-    """Read the conversations of a JSONL file, each up to where the target is to answer.
+def read_questions(rows: Rows) -> Rows:
+    """Return what rows ask: their ``messages`` up to where the target is to answer, and tools.
 
-    They go by their places in the file. A row has ``prompt`` (a text) or ``messages``; an answer
-    at the end of ``messages`` is left out, because the target gives its own. ValueError names a
-    line that has neither.
+    A row has ``prompt`` (a text) or ``messages``; an answer at the end of ``messages`` is left
+    out, because the target gives its own. ValueError names a row that has neither.
     """
     found = {}
-    for where, row in read_rows(path).items():
+    for where, row in rows.items():
         messages = row.get("messages", [])
         if "prompt" in row:
             messages = [{"role": "user", "content": row["prompt"]}]
@@ -61,16 +59,9 @@ def read_prompts(path: Path) -> dict[str, Messages]:
                 f'{where} has neither "prompt" nor "messages" that end with a user\'s: give one '
                 "of them on every line."
             )
-        found[where] = messages
+        more = {name: row[name] for name in ("tools", "chat_template_kwargs") if name in row}
+        found[where] = {"messages": messages} | more
     return found
-
-
-def _encoded(tokenizer: TokenizerWrapper, where: str, messages: Messages) -> list[int]:
-    """Encode a row's conversation as the prompt for its next answer."""
-    with reading(where):
-        return list(
-            tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        )
 
 
 def _keys_in(output: Path) -> set[str]:
@@ -90,154 +81,126 @@ def _keys_in(output: Path) -> set[str]:
     return keys
 
 
-def _blocks(
-    prompts: Sequence[tuple[Messages, list[int]]], settings: AnswerSettings, done: set[str]
-) -> Iterator[tuple[float, list[AskedPrompt]]]:
-    """Yield the answers still to give, in an order in which every part is a fair sample.
-
-    Prompts are shuffled, and each is answered once before any is answered twice. A block is at one
-    temperature: rows that share a sampler are sampled at once.
-    """
-    order = list(range(len(prompts)))
-    Random(settings.seed).shuffle(order)
-    size = 8 * settings.rows
-    for turn in range(len(settings.temps)):
-        for number, start in enumerate(range(0, len(order), size)):
-            temp = settings.temps[(number + turn) % len(settings.temps)]
-            asked = [AskedPrompt(f"{i}@{temp}", *prompts[i]) for i in order[start : start + size]]
-            fits = [x for x in asked if len(x.tokens) <= settings.max_prompt_tokens]
-            yield temp, [x for x in fits if x.key not in done]
-
-
 def _answers(
     model: nn.Module,
     tokenizer: TokenizerWrapper,
     temp: float,
-    block: list[AskedPrompt],
+    questions: Iterable[AskedPrompt],
     settings: AnswerSettings,
-) -> Iterator[tuple[AskedPrompt, list[int], str]]:
-    """Answer prompts at one temperature, ``rows`` at once.
-
-    Yields each when it is done, with the tokens of its answer and the reason why they ended.
-    """
+) -> Iterator[Fields]:
+    """Answer questions at one temperature, ``rows`` at once; yield a row of data for each."""
     generator = BatchGenerator(
         model,
         max_tokens=settings.max_tokens,
         stop_tokens=[[token] for token in tokenizer.eos_token_ids],
         sampler=make_sampler(temp=temp),
         completion_batch_size=settings.rows,
-        prefill_batch_size=max(1, settings.rows // 2),
     )
-    # Prompts of similar length run together, so that less of a batch is padding.
-    waiting = deque(sorted(block, key=lambda question: len(question.tokens)))
+    waiting = iter(questions)
     running: dict[int, tuple[AskedPrompt, list[int]]] = {}
     with closing(generator):
-        while waiting or running:
-            # New rows copy the cache of the whole batch, so half of them join at a time.
-            if len(running) <= settings.rows // 2:
-                while waiting and len(running) < settings.rows:
-                    question = waiting.popleft()
-                    (uid,) = generator.insert([question.tokens])
-                    running[uid] = (question, [])
+        while True:
+            # Those that wait here have no caches yet.
+            for question in islice(waiting, settings.rows - len(running)):
+                (uid,) = generator.insert([question.tokens])
+                running[uid] = (question, [])
+            if not running:
+                return
             for response in generator.next_generated():
                 question, answer = running[response.uid]
                 answer.append(response.token)
                 if response.finish_reason is not None:
                     del running[response.uid]
-                    yield question, answer, response.finish_reason
+                    is_ended = response.finish_reason == "stop"
+                    text = tokenizer.decode(answer[:-1] if is_ended else answer)
+                    said = {"role": "assistant", "content": text}
+                    yield question.row | {
+                        "key": f"{question.number}@{temp}",
+                        "temperature": temp,
+                        "finish_reason": response.finish_reason,
+                        "messages": [*question.row["messages"], said],
+                        "prompt_length": len(question.tokens),
+                        "tokens": [*question.tokens, *answer],
+                    }
 
 
 def answer_file(
     model: nn.Module,
     tokenizer: TokenizerWrapper,
-    prompts: Path,
+    rows: Rows,
     output: Path,
     settings: AnswerSettings,
     report_seconds: float = 30.0,
 ) -> None:
-    """Answer every prompt of a file at every temperature, and append the answers to ``output``.
+    """Answer what every row asks at every temperature, and append the answers to ``output``.
 
     A row of that is a conversation that mlx-lm's own training reads (``messages``), with the very
     tokens that the target read and wrote (``tokens``; the first ``prompt_length`` are the
     prompt's). Every answer is written as soon as it is complete, and those that are there already
     are not given again. If no bar can be drawn, a line is printed every ``report_seconds``.
     """
-    found = read_prompts(prompts).items()
-    asked = [(messages, _encoded(tokenizer, where, messages)) for where, messages in found]
-    num_temps = len(settings.temps)
-    total = len(asked) * num_temps
-    print(f"The target gives {total} answers to the prompts of {prompts}.", flush=True)
+    asked = [
+        AskedPrompt(i, row, prompt_of(where, row["messages"], row, tokenizer))
+        for i, (where, row) in enumerate(read_questions(rows).items())
+    ]
+    Random(settings.seed).shuffle(asked)
+    fitting = [x for x in asked if len(x.tokens) <= settings.max_prompt_tokens]
+    total = len(asked) * len(settings.temps)
+    too_long = total - len(fitting) * len(settings.temps)
+    print(f"The target gives {total} answers, into {output}.", flush=True)
     done = _keys_in(output)
-    too_long = num_temps * sum(len(tokens) > settings.max_prompt_tokens for _, tokens in asked)
-    reasons: list[str] = []
+    reasons: Counter[str] = Counter()
     num_tokens = 0
     begun = time.perf_counter()
-    said = begun
-    bar = open_bar(total, "Answering", "answer")
-    bar.update(len(done) + too_long)
+    due = report_seconds
     try:
+        bar = open_bar(total, "Answering", "answer")
         with bar, output.open("a", encoding="utf-8") as file:
-            for number, (temp, block) in enumerate(_blocks(asked, settings, done)):
+            bar.update(len(done) + too_long)
+            for number, temp in enumerate(settings.temps):
                 mx.random.seed(settings.seed + len(done) + number)
-                for question, answer, reason in _answers(model, tokenizer, temp, block, settings):
-                    file.write(_line(tokenizer, question, temp, answer, reason))
+                left = [x for x in fitting if f"{x.number}@{temp}" not in done]
+                for row in _answers(model, tokenizer, temp, left, settings):
+                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
                     file.flush()
-                    reasons.append(reason)
-                    num_tokens += len(answer)
-                    now = time.perf_counter()
-                    speed = num_tokens / (now - begun)
-                    bar.set_postfix_str(f"{speed:.0f} tokens/s", refresh=False)
+                    reasons[row["finish_reason"]] += 1
+                    num_tokens += len(row["tokens"]) - row["prompt_length"]
+                    seconds = time.perf_counter() - begun
+                    speed = f"{num_tokens / seconds:.0f} tokens/s"
+                    bar.set_postfix_str(speed, refresh=False)
                     bar.update()
-                    if bar.disable and now - said >= report_seconds:
-                        said = now
-                        num = len(done) + too_long + len(reasons)
-                        print(f"{num} of {total} answers, {speed:.0f} tokens/s.", flush=True)
+                    if bar.disable and seconds >= due:
+                        due = seconds + report_seconds
+                        num = len(done) + too_long + reasons.total()
+                        print(f"{num} of {total} answers, {speed}.", flush=True)
     except OSError as err:
         raise ValueError(
             f"{output} cannot be written to ({err.strerror or err}): the answers so far stay; "
             "make room, and the same command goes on behind them."
         ) from err
     print(
-        f"{len(reasons)} answers of {num_tokens} tokens in {output}, "
+        f"{reasons.total()} answers of {num_tokens} tokens in {output}, "
         f"{num_tokens / (time.perf_counter() - begun):.0f} tokens/s; {len(done)} were there "
-        f"before, {reasons.count('length')} ran into the limit, {too_long} prompts were too long."
+        f"before, {reasons['length']} ran into the limit, {too_long} prompts were too long."
     )
 
 
-def _line(
-    tokenizer: TokenizerWrapper, question: AskedPrompt, temp: float, answer: list[int], reason: str
-) -> str:
-    text = tokenizer.decode(answer[:-1] if reason == "stop" else answer)
-    row = {
-        "key": question.key,
-        "temperature": temp,
-        "finish_reason": reason,
-        "messages": [*question.messages, {"role": "assistant", "content": text}],
-        "prompt_length": len(question.tokens),
-        "tokens": [*question.tokens, *answer],
-    }
-    return json.dumps(row, ensure_ascii=False) + "\n"
-
-
 def regenerate(
-    data: str,
+    data: tuple[Rows, Rows],
     folder: Path,
     model: nn.Module,
     tokenizer: TokenizerWrapper,
     settings: AnswerSettings,
-) -> Path:
-    """Let the target answer the prompts of a data folder; return the ``folder`` of its answers.
+) -> tuple[Rows, Rows]:
+    """Let the target answer what data ask; return its answers, which are kept in ``folder``.
 
     One rank answers, and the others wait for it. A run that was stopped is continued.
     """
-    source = Path(data).expanduser()
-    if not (source / "train.jsonl").is_file():
-        raise ValueError(f"{data} has no train.jsonl: --regenerate takes its prompts from there.")
-    for name in ("train.jsonl", "valid.jsonl") if is_first() else ():
-        if (source / name).is_file():
-            answer_file(model, tokenizer, source / name, folder / name, settings)
+    for name, rows in zip(("train", "valid"), data, strict=True):
+        if rows and is_first():
+            answer_file(model, tokenizer, rows, folder / f"{name}.jsonl", settings)
     mx.eval(mx.distributed.all_sum(mx.array(0), stream=mx.cpu))
-    return folder
+    return read_data(str(folder))
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -265,11 +228,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     def answer() -> None:
         given = {each.name: getattr(args, each.name) for each in fields(AnswerSettings)}
         settings = AnswerSettings(**{k: v for k, v in given.items() if v is not None})
-        prompts = Path(args.prompts).expanduser()
-        read_prompts(prompts)  # before the model, which takes a while
+        rows = read_rows(Path(args.prompts).expanduser())
+        read_questions(rows)  # before the model, which takes a while
         prepare_device()
         model, tokenizer, _ = load_target(args.model, args.adapter_path, args.trust_remote_code)
-        answer_file(model, tokenizer, prompts, Path(args.output).expanduser(), settings)
+        answer_file(model, tokenizer, rows, Path(args.output).expanduser(), settings)
 
     run_command(answer)
 

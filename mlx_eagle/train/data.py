@@ -265,6 +265,22 @@ def reading(where: str) -> Iterator[None]:
         ) from err
 
 
+def prompt_of(
+    where: str, messages: list[Fields], fields: Fields, tokenizer: TokenizerWrapper
+) -> list[int]:
+    """Encode ``messages`` as the prompt for the next answer, with the tools of a row."""
+    with reading(where):
+        return list(
+            tokenizer.apply_chat_template(
+                messages,
+                tools=fields.get("tools"),
+                add_generation_prompt=True,
+                return_dict=False,
+                **fields.get("chat_template_kwargs", {}),
+            )
+        )
+
+
 def _check_recorded(where: str, fields: Fields, tokenizer: TokenizerWrapper) -> None:
     """Raise ValueError unless the recorded tokens are this tokenizer's."""
     tokens = fields["tokens"]
@@ -274,15 +290,7 @@ def _check_recorded(where: str, fields: Fields, tokenizer: TokenizerWrapper) -> 
         raise ValueError(f'{where} has "tokens" but no fitting "prompt_length".')
     if not messages:
         return
-    with reading(where):
-        prompt = tokenizer.apply_chat_template(
-            messages[:-1],
-            tools=fields.get("tools"),
-            add_generation_prompt=True,
-            return_dict=False,
-            **fields.get("chat_template_kwargs", {}),
-        )
-    if list(prompt) != tokens[:size]:
+    if prompt_of(where, messages[:-1], fields, tokenizer) != tokens[:size]:
         raise ValueError(
             f"{where} holds tokens that this target's tokenizer would not give: they are "
             "another target's answers; have answers made with --regenerate."

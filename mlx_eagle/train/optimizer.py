@@ -46,33 +46,25 @@ class TrainStep:
     gradients since its last step.
     """
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        max_grad_norm: float,
-        weight_decay: float = 0.0,
-        optimizer: str = "adamw",
-    ):
-        """Begin with the weights of the recipe's student.
+    def __init__(self, recipe: Recipe):
+        """Learn as the settings of ``recipe`` say.
 
-        With the ``optimizer`` "muon" (Jordan et al. 2024, kellerjordan.github.io/posts/muon)
-        matrices between states are learnt by that, and all other weights by AdamW.
+        With "muon" (Jordan et al. 2024, kellerjordan.github.io/posts/muon) matrices between
+        states are learnt by that, and all other weights by AdamW.
         """
+        settings = recipe.settings
+        self._recipe = recipe
         self._student = recipe.student
-        self._losses = recipe.losses
-        self._weights = recipe.weights
-        self._max_norm = max_grad_norm
-        adamw = AdamW(
-            learning_rate=0.0, betas=list(BETAS), weight_decay=weight_decay, bias_correction=True
-        )
-        muon = Muon(learning_rate=0.0, weight_decay=weight_decay)
+        adamw = AdamW(0.0, list(BETAS), weight_decay=settings.weight_decay, bias_correction=True)
+        muon = Muon(0.0, weight_decay=settings.weight_decay)
         # One short kernel, in place of 16 passes over all weights.
-        by_adamw, by_muon = (mx.compile(partial(self._updated, own)) for own in (adamw, muon))
-        self.weights: Arrays = dict(tree_flatten(recipe.student.head.trainable_parameters()))
+        by_adamw, by_muon = (mx.compile(partial(_updated, own)) for own in (adamw, muon))
+        head = self._student.head
+        self.weights: Arrays = dict(tree_flatten(head.trainable_parameters()))
         self.moments: dict[str, Any] = {name: {} for name in self.weights}
         self._updates = dict.fromkeys(self.weights, by_adamw)
         for name, weight in self.weights.items():
-            is_muon = optimizer == "muon" and is_for_muon(name, weight)
+            is_muon = settings.optimizer == "muon" and is_for_muon(name, weight)
             self._updates[name] = by_muon if is_muon else by_adamw
             (muon if is_muon else adamw).init_single(weight, self.moments[name])
         self.clock: Arrays = dict(adamw.state)  # the step and the learning rate, of both
@@ -142,8 +134,8 @@ class TrainStep:
     def _loss(self, weights: Arrays, *inputs: Any) -> tuple[mx.array, mx.array]:
         head = self._student.head
         head.update(tree_unflatten(list(weights.items())))
-        losses = self._losses(head, *inputs)
-        return (losses * self._weights).sum(), losses
+        losses = self._recipe.losses(head, *inputs)
+        return (losses * self._recipe.weights).sum(), losses
 
     def _learn(self, gradients: Arrays, rate: float, parts: int) -> mx.array:
         """Make a step of the gradients of ``parts`` batches; return their norm (), not clipped.
@@ -159,7 +151,9 @@ class TrainStep:
             squares = squares + gradient.astype(mx.float32).square().sum()
             mx.eval(gradient, squares)
         norm = mx.sqrt(squares) / parts
-        scale = mx.minimum(self._max_norm / (norm + 1e-6), 1.0) / parts
+        most = self._recipe.settings.max_grad_norm
+        assert most is not None  # settings are filled in for their kind
+        scale = mx.minimum(most / (norm + 1e-6), 1.0) / parts
         self.clock = {"step": self.clock["step"] + 1, "learning_rate": mx.array(rate)}
         for name in list(self.weights):
             weight, moments = self._updates[name](
@@ -172,17 +166,17 @@ class TrainStep:
             self._student.head.update(tree_unflatten([(name, weight)]))
         return norm
 
-    @staticmethod
-    def _updated(
-        optimizer: Optimizer,
-        weight: mx.array,
-        gradient: mx.array,
-        moments: Arrays,
-        scale: mx.array,
-        clock: Arrays,
-    ) -> tuple[mx.array, Arrays]:
-        """Return a weight and its moments after a step of the gradient times ``scale``."""
-        optimizer.state = clock
-        after = dict(moments)
-        gradient = gradient.astype(mx.float32) * scale
-        return optimizer.apply_single(gradient, weight, after), after
+
+def _updated(
+    optimizer: Optimizer,
+    weight: mx.array,
+    gradient: mx.array,
+    moments: Arrays,
+    scale: mx.array,
+    clock: Arrays,
+) -> tuple[mx.array, Arrays]:
+    """Return a weight and its moments after a step of the gradient times ``scale``."""
+    optimizer.state = clock
+    after = dict(moments)
+    gradient = gradient.astype(mx.float32) * scale
+    return optimizer.apply_single(gradient, weight, after), after

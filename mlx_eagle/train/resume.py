@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..system.atomic_folder import CannotWrite, discard_folder, locked, new_folder, remove_orphans
+from ..system.atomic_folder import CannotWrite, locked, new_folder, remove_orphans
 from ..system.safetensors import save_arrays
 from .given import write_files
 
@@ -65,7 +65,6 @@ class Checkpoints:
         """
         path = self._folder / f"{iteration:07d}"
         remove_orphans(self._folder.glob(".*"))  # of processes that were killed while they wrote
-        discard_folder(path)  # of a run that began again from an earlier checkpoint
         with new_folder(path) as draft:
             write_files(draft, **files)
             save_arrays(draft / STATE, state)
@@ -88,8 +87,8 @@ class Checkpoints:
         except (OSError, CannotWrite) as err:
             found = str(err)  # of a folder that could not be written
             if isinstance(err, OSError):
-                place = err.filename or self.output
-                found = f"{place} cannot be written to ({err.strerror or err})"
+                where = err.filename or self.output
+                found = f"{where} cannot be written to ({err.strerror or err})"
             good = self.latest()
             way_on = "no checkpoint was saved yet; make room, and start again"
             if good is not None:
@@ -97,8 +96,7 @@ class Checkpoints:
             raise ValueError(f"{found}: {way_on}.") from err
 
     def _all(self) -> list[Path]:
-        numbered = (path for path in self._folder.glob("[0-9]*") if path.name.isdecimal())
-        return sorted(path for path in numbered if (path / FACTS).is_file())
+        return sorted(path for path in self._folder.glob("[0-9]*") if path.name.isdecimal())
 
 
 def load_checkpoint(
@@ -112,27 +110,22 @@ def load_checkpoint(
     try:
         arrays = mx.load(str(path / STATE))
         found = json.loads((path / FACTS).read_text(encoding="utf-8"))
+        for name, kind in facts.items():
+            if not isinstance(found, dict) or type(found.get(name)) is not kind:
+                raise ValueError(f"{FACTS} has no {name}")
+        there, own = (
+            {name: f"{x.dtype}{list(x.shape)}" for name, x in part.items()}
+            for part in (arrays, expected)
+        )
+        for name, _ in there.items() ^ own.items():
+            what, wanted = (part.get(name, "nothing") for part in (there, own))
+            raise ValueError(f"{STATE} has {what} named {name[:80]}, expected {wanted}")
     except (RuntimeError, OSError, ValueError) as err:  # RecursionError is a RuntimeError
-        raise _damaged(path, str(err).strip().splitlines()[0]) from err
-    for name, kind in facts.items():
-        if not isinstance(found, dict) or type(found.get(name)) is not kind:
-            raise _damaged(path, f"{FACTS} has no {name}")
-    for name in expected.keys() | arrays.keys():
-        there = _shape(arrays.get(name))
-        own = _shape(expected.get(name))
-        if there != own:
-            raise _damaged(path, f"{STATE} has {there} named {name[:80]}, expected {own}")
+        reason = str(err).strip().splitlines()[0]
+        raise ValueError(
+            f"{path} cannot be read ({reason}): remove it to go on from the checkpoint before."
+        ) from err
     return arrays, found
-
-
-def _shape(array: mx.array | None) -> str:
-    return "nothing" if array is None else f"{array.dtype}{list(array.shape)}"
-
-
-def _damaged(path: Path, reason: str) -> ValueError:
-    return ValueError(
-        f"{path} cannot be read ({reason}): remove it to go on from the checkpoint before."
-    )
 
 
 @contextmanager

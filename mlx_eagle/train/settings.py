@@ -1,25 +1,23 @@
 """Settings of a training run, each with its flag and default, and the values that are refused."""
 
-import argparse
 import math
-from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, get_args, get_type_hints
+from dataclasses import MISSING, dataclass, fields
+from typing import Any
 
 import mlx.core as mx
 
-from ..system.cli_values import LARGEST, Range, check_choice, flag_of, layer_numbers, read_number
+from ..system.cli_values import LARGEST, check_values, flag_of, layer_numbers, read_number, setting
 from ..system.device import DTYPES
 
 MIXED = ("ce", "kl", "tv", "l1")
 LOSSES = (*MIXED, "lk-alpha", "lk-lambda")
-TEMPERATURES = (0.0, 0.6, 1.0)
 CACHE_BITS = 8  # with fewer, other weights are learnt
 KEPT = 0.7  # share of the places at a depth of P-EAGLE that are drafted at the next one, too
 LEAST_KEPT = 0.2  # of all places, at any depth, as in P-EAGLE's trainers
 FREE = (
     "output", "iters", "grad_checkpoint", "steps_per_report", "steps_per_eval", "save_every",
     "val_batches", "test_prompts", "test_tokens", "keep_checkpoints", "cache_features", "resume",
-    "answer_rows", "quantize", "q_bits", "q_group_size",
+    "answer_rows", "quantize", "q_bits", "q_group_size", "report_to", "project_name",
 )  # fmt: skip
 """Settings that may change when a run resumes."""
 
@@ -78,62 +76,23 @@ def parse_temperatures(text: str) -> tuple[float, ...]:
     return tuple(read_number(float, part) for part in text.split(","))
 
 
-TEMPS: dict[str, Any] = {"type": parse_temperatures, "metavar": "T,T"}
+TEMPS: dict[str, Any] = {
+    "text": "Temperatures at each of which every prompt is answered (default 0,0.6,1).",
+    "default": (0.0, 0.6, 1.0),
+    "type": parse_temperatures,
+    "metavar": "T,T",
+}
 LAYERS: dict[str, Any] = {"type": layer_numbers, "metavar": "LAYERS"}
 POSITIVE = (math.ulp(0.0), math.inf, "more than 0")
-
-
-def setting(text: str, default: Any = None, *, least: int | None = None, **options: Any) -> Any:
-    """Make a field with the help text of its flag.
-
-    ``options``: ``choices``, ``type`` and ``metavar`` are argparse's, ``aliases`` other flags;
-    ``range`` are the smallest and the largest number that is taken, and words for both,
-    ``least`` only the smallest.
-    """
-    if least is not None:
-        options["range"] = (least, LARGEST, f"{least} or more")
-    return field(default=default, metadata={"help": text, **options})
-
-
-def add_flags(parser: argparse.ArgumentParser, settings: type) -> None:
-    """Add a flag for each field of ``settings``; none has a default of its own."""
-    hints = get_type_hints(settings)
-    for each in fields(settings):
-        kind = (*get_args(hints[each.name]), hints[each.name])[0]
-        text = each.metadata["help"]
-        shown = each.default
-        if shown is not MISSING and shown is not None and not isinstance(shown, bool | tuple):
-            text = f"{text.removesuffix('.')} (default {shown})."
-        options = {k: v for k, v in each.metadata.items() if k in ("type", "choices", "metavar")}
-        if kind is bool:
-            options["action"] = argparse.BooleanOptionalAction
-        else:
-            options.setdefault("type", kind)
-        names = (flag_of(each.name), *each.metadata.get("aliases", ()))
-        parser.add_argument(*names, default=None, help=text, **options)
-
-
-def check_values(settings: Any) -> None:
-    """Raise ValueError for a number that is out of its range, or a value that is no choice."""
-    for each in fields(settings):
-        value = getattr(settings, each.name)
-        if value is not None and "range" in each.metadata:
-            if isinstance(value, str):
-                raise ValueError(f"{flag_of(each.name)} is {value!r}: give a number.")
-            Range(each.name, *each.metadata["range"]).check(value)
-        if "choices" in each.metadata:
-            check_choice(each.name, value, each.metadata["choices"])
+SHARE = (0, math.nextafter(1, 0), "a share of all steps, below 1")
+BITS = (CACHE_BITS, CACHE_BITS, f"{CACHE_BITS}, or leave it out")
 
 
 @dataclass(frozen=True)
 class AnswerSettings:
     """Settings of answers: each prompt gets one at every temperature, ``rows`` of them at once."""
 
-    temps: tuple[float, ...] = setting(
-        "Temperatures at each of which every prompt is answered (default 0,0.6,1).",
-        TEMPERATURES,
-        **TEMPS,
-    )
+    temps: tuple[float, ...] = setting(**TEMPS)
     max_tokens: int = setting("Most tokens of an answer.", 512, least=1)
     max_prompt_tokens: int = setting("Longer prompts are passed over.", 1024, least=1)
     rows: int = setting("Answers that are decoded at once.", 32, least=1)
@@ -156,10 +115,7 @@ class TrainSettings:
     """
 
     model: str = setting("Folder or hub repo of the target.", MISSING)
-    data: str = setting(
-        "Folder with train.jsonl (and valid.jsonl), or a hub data set, as mlx_lm.lora takes.",
-        MISSING,
-    )
+    data: str = setting("Folder with train.jsonl, or hub data set, as for mlx_lm.lora.", MISSING)
     output: str = setting("Folder for the head, its checkpoints, and how it went.", MISSING)
     init: str | None = setting(
         "Begin with this drafter, converted or as published; mtp: the target's own layers; auto: "
@@ -175,9 +131,7 @@ class TrainSettings:
     )
     lora_rank: int = setting("Rank of the matrices of lora.", 16, least=1)
     lora_scale: float = setting("Factor of what the matrices of lora add.", 1.0, range=POSITIVE)
-    train_embeddings: bool = setting(
-        "Train an assistant's table, too: it then drafts from its whole vocabulary.", False
-    )
+    train_embeddings: bool = setting("Train an assistant's table, and drop its clusters.", False)
     train_experts: bool = setting("Train the experts of MTP layers, too.", False)
     adapter_path: str | None = setting("Adapters of the target, as mlx_lm.lora writes them.")
     trust_remote_code: bool = setting("Let the target bring code of its own.", False)
@@ -188,12 +142,9 @@ class TrainSettings:
     mask_prompt: bool = setting("Learn from answers only (the default).", True)
     iters: int = setting("Batches to train for.", 1000, least=0)
     batch_size: int = setting("Sequences per batch, of all machines together.", 8, least=1)
-    learning_rate: float | None = setting(
-        "Peak of the learning rate (default: by kind).", range=POSITIVE
-    )
+    learning_rate: float | None = setting("Peak learning rate (default: by kind).", range=POSITIVE)
     warmup: float | None = setting(
-        "Share of all steps in which the learning rate rises (default: by kind).",
-        range=(0, math.nextafter(1, 0), "a share of all steps, below 1"),
+        "Share of all steps in which the learning rate rises (default: by kind).", range=SHARE
     )
     optimizer: str = setting(
         "Muon learns matrices between states and keeps one moment of them; all else is AdamW's.",
@@ -209,15 +160,9 @@ class TrainSettings:
         "Compute activations again, not keep them (default: where the memory asks for it)."
     )
     grad_accumulation_steps: int = setting("Batches per step of the optimizer.", 1, least=1)
-    ttt_steps: int | None = setting(
-        "Drafts in a row that are trained, each after the last (default: by kind).", least=1
-    )
-    depths: int | None = setting(
-        "Tokens in a row that a P-EAGLE head learns to draft at once (default 8).", least=1
-    )
-    step_decay: float | None = setting(
-        "Step j of the training-time test weighs this to the power of j (default: by kind)."
-    )
+    ttt_steps: int | None = setting("Drafts in a row to train on (default: by kind).", least=1)
+    depths: int | None = setting("Tokens that a P-EAGLE head drafts at once (default 8).", least=1)
+    step_decay: float | None = setting("Step j weighs this to the power of j (default: by kind).")
     loss: str | None = setting(
         "ce: cross-entropy; kl: divergence from the target; tv: the share that it rejects; l1: "
         "twice that; a mix of these, ce=.1,tv=.9; lk-alpha, lk-lambda: acceptance losses "
@@ -231,9 +176,7 @@ class TrainSettings:
         "Slots that a step of MTP layers sees: as in decoding (default), or its own step's.",
         choices=("decoded", "step"),
     )
-    anchors: int | None = setting(
-        "Blocks of a text, drawn anew each epoch (default 128).", least=1
-    )
+    anchors: int | None = setting("Blocks of a text, new in each epoch (default 128).", least=1)
     block_size: int | None = setting("Slots of a fresh drafter's block (default 16).", least=2)
     mask_token_id: int | None = setting(
         "Token of a fresh drafter's masked slots (default: the last that has no text).", least=0
@@ -267,30 +210,19 @@ class TrainSettings:
     steps_per_eval: int = setting("Batches between two evaluations.", 200, least=1)
     save_every: int = setting("Batches between two checkpoints.", 100, least=1)
     val_batches: int = setting("Batches to evaluate on; -1 is all that is held out.", 25, least=-1)
-    test_prompts: int = setting(
-        "Held-out prompts that the finished head drafts for; 0 is none.", 4, least=0
-    )
-    test_tokens: int = setting(
-        "Tokens of each such answer, which is given once for each draft length.", 64, least=2
-    )
+    test_prompts: int = setting("Held-out prompts to answer at the end; 0 is none.", 4, least=0)
+    test_tokens: int = setting("Tokens of each answer, one per draft length.", 64, least=2)
     keep_checkpoints: int = setting("Checkpoints to keep.", 2, least=1)
     seed: int = setting("Seed of the fresh head and of the order of the data.", 0)
-    cache_features: str | None = setting(
-        "Keep what the target says of each sequence here, for more epochs."
-    )
-    cache_bits: int | None = setting(
-        "Bits of each number that is kept there (default: as it is).",
-        range=(CACHE_BITS, CACHE_BITS, f"{CACHE_BITS}, or leave it out"),
-    )
+    cache_features: str | None = setting("Folder to keep the target's features and states in.")
+    cache_bits: int | None = setting("Bits of a number there (default: as it is).", range=BITS)
     resume: bool = setting("Go on from the last checkpoint in --output.", False)
-    regenerate: bool = setting(
-        "Learn from the target's own answers to the data's prompts, made first.", False
-    )
-    answer_temps: tuple[float, ...] = setting(
-        "Temperatures of these answers (default 0,0.6,1).", TEMPERATURES, **TEMPS
-    )
+    regenerate: bool = setting("Learn from the target's own answers to the prompts.", False)
+    answer_temps: tuple[float, ...] = setting(**TEMPS)
     answer_tokens: int = setting("Most tokens of such an answer.", 512, least=1)
     answer_rows: int = setting("Answers that are decoded at once.", 32, least=1)
+    report_to: str | None = setting("Services to report to: wandb, swanlab or wandb,swanlab.")
+    project_name: str | None = setting("Name of the project at these services.")
     quantize: bool = setting("Quantize the finished head.", False)
     q_bits: int | None = setting("Bits of a weight (default: 4; fusion and output matrix 6).")
     q_group_size: int = setting("Weights that share a scale.", 64)

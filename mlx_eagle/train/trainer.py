@@ -26,7 +26,7 @@ from .evaluation import Evaluation, Generated, evaluate, generate_held_out
 from .given import AUTO, Given, converted, known_drafter, open_given, write_files
 from .head_card import make_card
 from .kinds import TRAINED, begin, check_kind, filled, needs_for, title_of, trained_as, with_mask
-from .log import TrainingLog
+from .log import TrainingLog, check_services
 from .memory import fitting, memory_kept_to
 from .optimizer import TrainStep, learning_rate
 from .recipe import Recipe
@@ -49,6 +49,7 @@ class TrainReport:
 
     output: Path
     iteration: int = 0
+    trained_tokens: int = 0
     is_finished: bool = False
     evaluation: Evaluation | None = None
     losses: tuple[float, ...] = ()
@@ -77,12 +78,9 @@ class Trainer:
             )
         lengths = [len(example.tokens) for example in self.examples.train]
         self._order = BatchOrder(lengths, settings.batch_size, settings.seed)
-        how = (settings.max_grad_norm, settings.weight_decay, settings.optimizer)
-        self._step = TrainStep(self.recipe, *how)
+        self._step = TrainStep(self.recipe)
         self._covered = coverage(self.examples.train, self.recipe.student.ids)
-        self._output = self.checkpoints.output
-        self._trained_tokens = 0
-        self.report = TrainReport(self._output)
+        self.report = TrainReport(self.checkpoints.output)
 
     def describe(self, needs: str) -> None:
         """Print what is trained on what; ``needs`` is a sentence about the memory."""
@@ -109,7 +107,7 @@ class Trainer:
             )
         self._step.load(state)
         self.report.iteration = facts["iteration"]
-        self._trained_tokens = facts["trained_tokens"]
+        self.report.trained_tokens = facts["trained_tokens"]
 
     def run(self, stop: StopSignals) -> TrainReport:
         """Train to the end, or until ``stop`` asks to end.
@@ -117,16 +115,16 @@ class Trainer:
         Raises ValueError if the loss is no longer a number, or the disk is full.
         """
         num_columns = max(self.recipe.depth, len(self.recipe.weights))  # losses and depths
-        with self.checkpoints.explaining():
-            log = TrainingLog(self._output, num_columns, self.settings, self.report.iteration)
-            with closing(log):
-                self._train(stop, log)
-            self.report.is_finished = self.report.iteration >= self.settings.iters
-            if self.report.is_finished and is_first():
+        report = self.report
+        log = TrainingLog(report.output, num_columns, self.settings, report.iteration)
+        with closing(log):
+            self._train(stop, log)
+        report.is_finished = report.iteration >= self.settings.iters
+        if report.is_finished:
+            if is_first():
                 self._finish(stop, log)
-        if self.report.is_finished:
-            log.say(f"The head is in {self._output}: use it with --draft-model.")
-        return self.report
+            log.say(f"The head is in {report.output}: use it with --draft-model.")
+        return report
 
     def _train(self, stop: StopSignals, log: TrainingLog) -> None:
         settings = self.settings
@@ -174,7 +172,7 @@ class Trainer:
         self.report.iteration = number + 1
         self._check(losses, norm)
         num_tokens = sum(len(self.examples.train[i].tokens) for i in numbers)
-        self._trained_tokens += num_tokens
+        self.report.trained_tokens += num_tokens
         self.report.losses = tuple(losses.tolist())
         log.learnt(
             number + 1,
@@ -183,7 +181,7 @@ class Trainer:
             time.perf_counter() - begun,
             learning_rate=rate,
             grad_norm=norm.item(),
-            trained_tokens=self._trained_tokens,
+            trained_tokens=self.report.trained_tokens,
         )
 
     def _check(self, losses: np.ndarray, norm: mx.array) -> None:
@@ -214,7 +212,7 @@ class Trainer:
         config, weights = self.recipe.files(self._notes())
         # Nothing random is left to keep: the order of the data follows from the seed.
         facts = {
-            "trained_tokens": self._trained_tokens,
+            "trained_tokens": self.report.trained_tokens,
             "settings": asdict(self.settings),
             "data": self.examples.fingerprint(),
         }
@@ -232,7 +230,7 @@ class Trainer:
             "init": None if settings.init is None else _shown(settings.init),
             "num_sequences": len(self.examples.train),
             "iterations": self.report.iteration,
-            "trained_tokens": self._trained_tokens,
+            "trained_tokens": self.report.trained_tokens,
             "draft_vocab_size": len(self.recipe.student.ids),
             "coverage": self._covered,
             "evaluation": report["evaluation"],
@@ -246,22 +244,23 @@ class Trainer:
         settings = self.settings
         recipe = self.recipe
         config, weights = recipe.files(self._notes(), is_final=True)
-        open_target(settings.model).copy_tokenizer(self._output)
-        write_files(self._output, config, weights)
+        output = self.report.output
+        open_target(settings.model).copy_tokenizer(output)
+        write_files(output, config, weights)
         if settings.fine_tune_type == "lora":
-            save_arrays(self._output / "adapters.safetensors", self._step.weights)
-        if there := recipe.write_published(self._output):
+            save_arrays(output / "adapters.safetensors", self._step.weights)
+        if there := recipe.write_published(output):
             log.say(f"As it is published, it is in {there}.")
         how = (recipe, self.tokenizer, self.examples.valid, stop)
-        self.report.generated = generate_held_out(self._output, *how)
+        self.report.generated = generate_held_out(output, *how)
         if self.report.generated is not None:
             if recipe.given is not None:
                 given = converted(recipe.given, settings.model)
                 self.report.before = generate_held_out(given.folder, *how)
             log.generated(self.report.generated, self.report.before)
-            write_files(self._output, config | self._notes())
-        card = make_card(self._output.name, self._notes()["training"])
-        (self._output / "README.md").write_text(card, encoding="utf-8")
+            write_files(output, config | self._notes())
+        card = make_card(output.name, self._notes()["training"])
+        (output / "README.md").write_text(card, encoding="utf-8")
 
 
 def train(model: str, data: str, output: str, **options: Any) -> TrainReport:
@@ -285,6 +284,8 @@ def run(settings: TrainSettings) -> TrainReport:
 
 
 def _run(settings: TrainSettings, checkpoints: Checkpoints) -> TrainReport:
+    if is_first():
+        check_services(settings.report_to)
     found = checkpoints.to_begin_with(settings.resume)
     data = read_data(settings.data)
     if settings.init is not None and settings.init not in (AUTO, *KINDS):
@@ -300,8 +301,8 @@ def _run(settings: TrainSettings, checkpoints: Checkpoints) -> TrainReport:
     if settings.regenerate:
         from .answers import regenerate  # here, for it is a command as well: python -m
 
-        to = checkpoints.output / "answers"
-        data = read_data(str(regenerate(settings.data, to, model, tokenizer, settings.answers())))
+        how = (model, tokenizer, settings.answers())
+        data = regenerate(data, checkpoints.output / "answers", *how)
     examples = read_examples(
         data, tokenizer, vocab_size, settings.max_seq_length, settings.mask_prompt
     )
@@ -318,7 +319,8 @@ def _run(settings: TrainSettings, checkpoints: Checkpoints) -> TrainReport:
         trainer.restore(found)
     if is_first():
         trainer.describe(str(needs))
-    with StopSignals(once=True) as stop, memory_kept_to(needs.total, of_others):
+    stop = StopSignals(once=True)
+    with stop, memory_kept_to(needs.total, of_others), checkpoints.explaining():
         return trainer.run(stop)
 
 

@@ -8,12 +8,9 @@ import pytest
 from helpers import plain
 from training import chats, small_files, write_target
 
-from mlx_eagle.train.answers import (
-    AnswerSettings,
-    answer_file,
-    main,
-    read_prompts,
-)
+from mlx_eagle.train.answers import answer_file, main, read_questions, regenerate
+from mlx_eagle.train.data import Rows, read_data, read_examples, read_rows
+from mlx_eagle.train.settings import AnswerSettings
 
 PROMPTS = [row["messages"][:-1] for row in chats(7)]
 SETTINGS = AnswerSettings(temps=(0.0, 1.0), max_tokens=9, rows=3)
@@ -25,10 +22,10 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def prompts(tmp_path) -> Path:
+def prompts(tmp_path) -> Rows:
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join(json.dumps({"messages": m}) + "\n" for m in PROMPTS))
-    return path
+    return read_rows(path)
 
 
 def rows_in(path: Path) -> list[dict]:
@@ -54,7 +51,7 @@ def test_without_a_terminal_lines_say_how_far_it_is(folder, prompts, tmp_path, c
     model, tokenizer = mlx_lm.load(str(folder))
     answer_file(model, tokenizer, prompts, tmp_path / "answers.jsonl", SETTINGS, 0.0)
     said = capsys.readouterr().out.splitlines()
-    assert said[0] == f"The target gives 14 answers to the prompts of {prompts}."
+    assert said[0] == f"The target gives 14 answers, into {tmp_path / 'answers.jsonl'}."
     done = [int(line.partition(" ")[0]) for line in said if " of 14 answers, " in line]
     assert len(done) > 3 and done == sorted(done) and done[-1] == 14
     assert said[-1].startswith("14 answers of 126 tokens")
@@ -83,12 +80,29 @@ def test_the_command_reads_and_refuses(folder, tmp_path, capsys):
     main([*command, "--temps", "0", "--max-tokens", "5"])
     assert "2 answers of 10 tokens" in capsys.readouterr().out
     assert len(rows_in(output)) == 2
-    assert list(read_prompts(prompts).values())[1] == chats(1)[0]["messages"][:-1]
+    asked = list(read_questions(read_rows(prompts)).values())
+    assert asked[1] == {"messages": chats(1)[0]["messages"][:-1]}
     prompts.write_text('{"question": "one"}\n')
     with pytest.raises(SystemExit) as stop:
         main(command)
     assert stop.value.code == 2
     assert 'line 1 has neither "prompt" nor "messages"' in capsys.readouterr().err
+
+
+def test_tools_and_arguments_of_the_template_are_asked_with(tmp_path):
+    """And the answers are data that the target's own tokenizer confirms."""
+    model, tokenizer = mlx_lm.load(str(write_target(tmp_path / "target")))
+    template = tokenizer._tokenizer.chat_template
+    tokenizer._tokenizer.chat_template = "{{ tools | length }}{{ mood }}" + template
+    tools = [{"type": "function", "function": {"name": "clock"}}]
+    row = chats(1)[0] | {"tools": tools, "chat_template_kwargs": {"mood": "calm"}}
+    settings = AnswerSettings(temps=(0.0,), max_tokens=5)
+    folder = tmp_path / "answers"
+    data = regenerate(({"here": row}, {}), folder, model, tokenizer, settings)
+    (said,) = data[0].values()
+    assert tokenizer.decode(said["tokens"][: said["prompt_length"]]).startswith("1calm")
+    assert said["tools"] == tools and not data[1]
+    assert len(read_examples(read_data(str(folder)), tokenizer, 258, 999).train) == 1
 
 
 def test_a_question_that_no_prompt_can_be_made_of(folder, tmp_path, capsys):

@@ -154,7 +154,7 @@ def test_losses_and_gradients_are_those_by_hand(how, checkpoint, monkeypatch):
     object.__setattr__(c, "full_attention_layers", (0,))
     batch = batch_of()
     kept = kept_of(batch)
-    step = TrainStep(recipe, 0.5)
+    step = TrainStep(recipe)
     found = step.gradients(mx.array(batch.tokens), *recipe.targets_of(batch, kept))
 
     def total(weights):

@@ -119,7 +119,7 @@ class Example:
 
         There are others there of parts whose names begin with ``frozen_too``.
         """
-        step = TrainStep(recipe, 1.0)
+        step = TrainStep(recipe)
         tokens = mx.array(self.batch.tokens)
         losses, gradients = step.gradients(tokens, features, targets)
         total = float((losses * recipe.weights).sum())
@@ -186,7 +186,7 @@ def test_peagle(tmp_path: Path) -> None:
     recipe = PEagleRecipe(settings, student, example.model, None, none)
     text, slot, depth = example.arrays["elements"].T
     kept = [[slot[(text == t) & (depth == d)] for d in (1, 2, 3)] for t in range(3)]
-    step = TrainStep(recipe, 1.0)
+    step = TrainStep(recipe)
     tokens = mx.array(example.batch.tokens)
     losses, gradients = step.gradients(tokens, *recipe.targets_of(example.batch, kept))
     assert float(losses.sum()) == pytest.approx(float(example.arrays["losses"][0]), rel=BOUND)

@@ -129,7 +129,7 @@ def test_losses_and_gradients_are_specforges(name, checkpoint):
     for ours, theirs, counts in zip(taps, golden.features, golden.batch.counts, strict=True):
         used = counts.nonzero()[0].max() + 2
         assert frozen.relative(np.array(ours[:used]), theirs[:used]) < TOLERANCE
-    step = TrainStep(recipe, max_grad_norm=0.5)
+    step = TrainStep(recipe)
     found_losses, gradients = step.gradients(mx.array(golden.batch.tokens), features, targets)
     assert frozen.relative(np.array(found_losses), golden.losses) < 10 * TOLERANCE
     found = split_weights(gradients, golden.student.head.config)
@@ -141,8 +141,9 @@ def test_losses_and_gradients_are_specforges(name, checkpoint):
 
 def test_muon_learns_the_matrices_between_states():
     """As mlx's own two optimizers do with the same gradients, one for each part of the head."""
-    recipe = Golden("ce").recipe()
-    step = TrainStep(recipe, 1e9, 0.1, optimizer="muon")
+    how = {"max_grad_norm": 1e9, "weight_decay": 0.1, "optimizer": "muon"}
+    recipe = Golden("ce").recipe(**how)
+    step = TrainStep(recipe)
     weights = dict(step.weights)
     matrices = {name for name, weight in weights.items() if weight.ndim == 2} - {"lm_head.weight"}
     assert "fc.weight" in matrices and "lm_head.weight" in weights
@@ -161,7 +162,7 @@ def test_muon_learns_the_matrices_between_states():
     for name, weight in step.weights.items():
         assert frozen.relative(np.array(weight), np.array(wanted[name])) < 1e-5, name
         assert len(step.moments[name]) == (1 if name in matrices else 2)
-    again = TrainStep(recipe, 1e9, 0.1, optimizer="muon")
+    again = TrainStep(recipe)
     again.load(step.state)
     assert again.state.keys() == step.state.keys()
 
@@ -179,7 +180,7 @@ def in_small_chunks(monkeypatch) -> None:
 def test_with_less_memory_losses_and_gradients_are_the_same(name, how, tmp_path, monkeypatch):
     golden = Golden(name)
     recipe = golden.recipe(**LOSSES[name])
-    step = TrainStep(recipe, max_grad_norm=0.5)
+    step = TrainStep(recipe)
     tokens = mx.array(golden.batch.tokens)
     expected = step.gradients(tokens, *recipe.teach(golden.batch, 0))
     recipe = golden.recipe(grad_checkpoint=how in ("checkpointed", "both"), **LOSSES[name])
@@ -189,7 +190,7 @@ def test_with_less_memory_losses_and_gradients_are_the_same(name, how, tmp_path,
         recipe.teacher.keep_in(tmp_path)
         recipe.teach(golden.batch, 0)
         assert len(list(tmp_path.iterdir())) == len(golden.batch.numbers)
-    found = TrainStep(recipe, 0.5).gradients(tokens, *recipe.teach(golden.batch, 0))
+    found = TrainStep(recipe).gradients(tokens, *recipe.teach(golden.batch, 0))
     assert frozen.relative(np.array(found[0]), np.array(expected[0])) < 1e-5
     for key, wanted in expected[1].items():
         assert frozen.relative(np.array(found[1][key]), np.array(wanted)) < 1e-5, key
@@ -244,7 +245,7 @@ def test_some_choices_of_the_golden_target_cannot_be_drafted():
 def test_parts_of_a_batch_average_to_the_whole(name):
     golden = Golden(name)
     recipe = golden.recipe(**LOSSES[name])
-    step = TrainStep(recipe, max_grad_norm=0.5)
+    step = TrainStep(recipe)
     parts = [golden.rows(0), golden.rows(1, padding=3), golden.rows(2, padding=47)]
     taught = [recipe.teach(part, 0, num_ranks=3) for part in parts]
     counts = sum(targets.counts for _, targets in taught) / 3

@@ -67,7 +67,7 @@ def case(request, tmp_path_factory):
 
 def learnt(recipe, batch, **options):
     """Losses and gradients of a batch, as a run has them."""
-    step = TrainStep(recipe, 0.5)
+    step = TrainStep(recipe)
     return step.gradients(mx.array(batch.tokens), *recipe.teach(batch, 0))
 
 
