@@ -12,6 +12,7 @@ import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..convert.checkpoint import CONFIG_FILES, open_target
+from ..convert.publish import training_card
 from ..drafters.kinds import KINDS
 from ..drafters.target_parts import find_embedding
 from ..system.device import weight_bytes
@@ -24,7 +25,6 @@ from .data import Examples, read_data, read_examples
 from .draft_vocabulary import coverage
 from .evaluation import Evaluation, Generated, evaluate, generate_held_out
 from .given import AUTO, Given, converted, known_drafter, open_given, write_files
-from .head_card import make_card
 from .kinds import TRAINED, begin, check_kind, filled, needs_for, title_of, trained_as, with_mask
 from .log import TrainingLog
 from .memory import fitting, memory_kept_to
@@ -260,7 +260,7 @@ class Trainer:
                 self.report.before = generate_held_out(given.folder, *how)
             log.generated(self.report.generated, self.report.before)
             write_files(self._output, config | self._notes())
-        card = make_card(self._output.name, self._notes()["training"])
+        card = training_card(self._output.name, self._notes()["training"])
         (self._output / "README.md").write_text(card, encoding="utf-8")
 
 
