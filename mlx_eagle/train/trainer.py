@@ -13,6 +13,9 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..convert.checkpoint import CONFIG_FILES, open_target
 from ..convert.publish import training_card
+from ..decoding.setup import AUTO
+from ..draft_models import known_drafter
+from ..drafters.folder import write_files
 from ..drafters.kinds import KINDS
 from ..drafters.target_parts import find_embedding
 from ..system.device import weight_bytes
@@ -24,8 +27,8 @@ from .batches import BatchOrder, make_batch
 from .data import Examples, read_data, read_examples
 from .draft_vocabulary import coverage
 from .evaluation import Evaluation, Generated, evaluate, generate_held_out
-from .given import AUTO, Given, converted, known_drafter, open_given, write_files
-from .kinds import TRAINED, begin, check_kind, filled, needs_for, title_of, trained_as, with_mask
+from .given import Given, open_given
+from .kinds import TRAINED, begin, filled, kind_to_train, needs_for, with_mask
 from .log import TrainingLog
 from .memory import fitting, memory_kept_to
 from .optimizer import TrainStep, learning_rate
@@ -256,8 +259,7 @@ class Trainer:
         self.report.generated = generate_held_out(self._output, *how)
         if self.report.generated is not None:
             if recipe.given is not None:
-                given = converted(recipe.given, settings.model)
-                self.report.before = generate_held_out(given.folder, *how)
+                self.report.before = generate_held_out(recipe.given.folder, *how)
             log.generated(self.report.generated, self.report.before)
             write_files(self._output, config | self._notes())
         card = training_card(self._output.name, self._notes()["training"])
@@ -322,22 +324,13 @@ def _begin_with(settings: TrainSettings) -> tuple[TrainSettings, Given | None]:
     """Find what --init names, and give the settings the defaults of its kind."""
     name = settings.init
     if name is None:
-        kind = settings.kind or "eagle3"
-        check_kind(kind, None)
-        return filled(settings, kind), None
+        return filled(settings, kind_to_train(settings.kind, None)), None
     if name == AUTO:
         name = known_drafter(settings.model, TRAINED)
         if is_first():
             print(f"Beginning with {name}, the drafter that is known for {settings.model}.")
     given = open_given(name, settings.model)
-    kind = trained_as(given, settings.kind)
-    check_kind(kind, name)
-    if settings.kind not in (None, kind):
-        raise ValueError(
-            f"--kind is {settings.kind}, and {name} is {title_of(kind)}: leave out one of --kind "
-            "and --init."
-        )
-    return filled(replace(settings, init=name), kind), given
+    return filled(replace(settings, init=name), kind_to_train(settings.kind, given)), given
 
 
 def _shown(name: str) -> str:
