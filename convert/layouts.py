@@ -5,13 +5,11 @@ from dataclasses import fields
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 
 from mlx_eagle.drafters.block_config import BlockConfig
 from mlx_eagle.drafters.config import Eagle3Config, VocabularyFields
 from mlx_eagle.drafters.dflash2 import DFlash2Config
 from mlx_eagle.drafters.dspark import DSparkConfig
-from mlx_eagle.drafters.target_parts import find_embedding, rows_of_lm_head
 
 from .checkpoint import DraftCheckpoint
 from .head_config import resolve
@@ -122,23 +120,16 @@ def as_it_came(
 
 
 def as_speculators_do(
-    c: Eagle3Config,
-    own: Mapping[str, mx.array],
-    taps: Sequence[int],
-    ids: mx.array,
-    model: nn.Module,
+    c: Eagle3Config, own: Mapping[str, mx.array], taps: Sequence[int], ids: mx.array
 ) -> HeadFiles | None:
-    """An EAGLE head of these parameters as speculators publish it for the target ``model``.
+    """An EAGLE head of these parameters as speculators publish it.
 
-    ``own`` are by their names in a converted folder; ``ids`` (Vd,) are the target ids of its
-    draft tokens. None for a head that the layout has no words for.
+    ``own`` are by their names in a converted folder, with the output matrix; ``ids`` (Vd,) are
+    the target ids of its draft tokens. None for a head that the layout has no words for.
     """
     if c.unsaid(SAID):
         return None
     arrays = dict(own)
-    if c.lm_head_source != "file":
-        table, _ = find_embedding(model)
-        arrays |= rows_of_lm_head(model, table, ids)
     for number in range(1, c.num_layers):
         norm = arrays.pop(f"layers.{number}.hidden_norm.weight")
         arrays[f"layers.{number}.input_layernorm.weight"] = norm

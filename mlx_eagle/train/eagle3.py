@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 
 from ..convert.layouts import HeadFiles, as_it_came, as_speculators_do
 from ..drafters.head_weights import split_weights
-from ..drafters.target_parts import find_embedding
+from ..drafters.target_parts import find_embedding, rows_of_lm_head
 from ..system.ranks import is_first
 from .batches import TokenBatch
 from .data import Examples
@@ -89,7 +89,9 @@ class Eagle3Recipe(Recipe):
             if found := as_it_came(self.given.published, learnt, student.ids):
                 return found
         own = self._stored(head.parameters(), student.dtype)
-        return as_speculators_do(head.config, own, student.taps, student.ids, self.model)
+        if head.config.lm_head_source != "file":
+            own |= rows_of_lm_head(self.model, find_embedding(self.model)[0], student.ids)
+        return as_speculators_do(head.config, own, student.taps, student.ids)
 
 
 def make_student(

@@ -11,11 +11,10 @@ import mlx.nn as nn
 
 from ..convert import convert
 from ..convert.checkpoint import DraftCheckpoint
-from ..convert.families import canonical
 from ..convert.layouts import MASKED_FEATURES
 from ..convert.pipeline import open_published
 from ..drafters.feature_drafter import FeatureDrafter
-from ..drafters.folder import kind_in, read_weights
+from ..drafters.folder import kind_in
 from ..drafters.kind import LoadOptions
 from ..drafters.kinds import KINDS, is_converted, kind_of
 from ..drafters.target_parts import holder_of, read_target_config
@@ -56,11 +55,6 @@ class Given:
         kind, config = kind_of(self.folder)
         return kind.load(self.folder, config, model, LoadOptions(dtype=dtype))
 
-    def arrays(self) -> tuple[dict[str, Any], dict[str, mx.array]]:
-        """Return the config and the arrays of the converted folder."""
-        _, config = kind_of(self.folder)
-        return config, read_weights(self.folder)
-
 
 def open_given(name: str, target: str) -> Given:
     """Open what ``--init`` names, without its weights; see ``Given``.
@@ -85,6 +79,6 @@ def open_given(name: str, target: str) -> Given:
         is_parallel = config.get("mask_token_id") is not None
     else:
         kind, checkpoint = open_published(source, None, target)
-        is_parallel = MASKED_FEATURES in map(canonical, checkpoint.tensors)
+        is_parallel = any(name.endswith(MASKED_FEATURES) for name in checkpoint.tensors)
     kind = "peagle" if kind == "eagle3" and is_parallel else kind
     return Given(name, kind, path, checkpoint, target)

@@ -9,10 +9,13 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.tuner.lora import LoRALinear
 from mlx_lm.utils import dequantize_model
 
+from ..decoding.setup import AUTO
+from ..draft_models import known_drafter
 from ..drafters.kinds import KINDS
 from ..drafters.mtp import FLOAT32
 from ..drafters.pairs import drafters_for
@@ -22,7 +25,6 @@ from ..system.ranks import is_first
 from . import assistant, block, dflash2, dspark, eagle3, mtp, peagle
 from .data import Examples
 from .given import Given, open_given
-from .lora import add_lora, train_only
 from .memory import NeedsOf, needs_of, needs_of_drafter
 from .recipe import Recipe
 from .settings import MIXED, TrainSettings
@@ -151,61 +153,71 @@ def title_of(kind: str) -> str:
     return titles.get(kind, f"a {kind} drafter")
 
 
-def kind_to_train(wanted: str | None, given: Given | None) -> str:
-    """Return the kind that is trained, where ``wanted`` is asked for and a drafter is given.
+def begin_with(settings: TrainSettings) -> tuple[TrainSettings, Given | None]:
+    """Find what --init names, and give the settings the defaults of its kind.
 
-    Raises ValueError if it is not trained, not made anew, or not that of the drafter.
+    Raises ValueError for kinds that are not trained, not made anew, or not that of the drafter,
+    and for settings that they do not have.
     """
-    name = wanted or "eagle3"
-    if given is not None:
-        is_made = wanted is not None and MADE_OF.get(wanted) == given.kind
-        name = name if is_made else given.kind
-    title = title_of(name)
-    if name not in TRAINED:
-        what = f"--kind is {name}" if given is None else f"{given.source} is {title}"
+    name = settings.init
+    kind = settings.kind or "eagle3"
+    given = None
+    if name == AUTO:
+        name = known_drafter(settings.model, TRAINED)
+        if is_first():
+            print(f"Beginning with {name}, the drafter that is known for {settings.model}.")
+    if name is not None:
+        given = open_given(name, settings.model)
+        kind = kind if MADE_OF.get(str(settings.kind)) == given.kind else given.kind
+    title = title_of(kind)
+    if kind not in TRAINED:
+        what = f"--kind is {kind}" if given is None else f"{name} is {title}"
         raise ValueError(f"{what}, and only {', '.join(TRAINED)} are trained here: name another.")
-    if given is None and name not in FRESH and TRAINED[name].make_student is None:
+    if given is None and kind not in FRESH and TRAINED[kind].make_student is None:
         raise ValueError(
             f"no fresh {title.split(' ', 1)[1]} is trained here, for it comes with its model: "
             "name the one to begin with by --init."
         )
-    if given is not None and wanted not in (None, name):
+    if settings.kind not in (None, kind):
         raise ValueError(
-            f"--kind is {wanted}, and {given.source} is {title}: leave out one of --kind and "
+            f"--kind is {settings.kind}, and {name} is {title}: leave out one of --kind and "
             "--init."
         )
-    return name
+    return filled(replace(settings, init=name), kind), given
 
 
 def filled(settings: TrainSettings, kind: str) -> TrainSettings:
     """Give settings the defaults of a kind; ValueError for flags that it does not have."""
     row = TRAINED[kind]
+    title = title_of(kind)
+    is_lora = settings.fine_tune_type == "lora"
     given = [x.name for x in fields(settings) if getattr(settings, x.name) != x.default]
     for name in given:
-        if name in BY_KIND and name not in row.settings:
-            raise ValueError(f"{flag_of(name)} is not for {title_of(kind)}: leave it out.")
+        flag = flag_of(name)
+        if name in BY_KIND - row.settings:
+            raise ValueError(f"{flag} is not for {title}: leave it out.")
         if name in (*SHAPE, "aux_layers") and settings.init is not None:
-            raise ValueError(KEPT.format(flag_of(name)))
-        if name in row.more and settings.fine_tune_type == "lora":
+            raise ValueError(KEPT.format(flag))
+        if name in row.more and is_lora:
             raise ValueError(
-                f"{flag_of(name)} trains whole matrices, and --fine-tune-type lora small ones "
-                "beside them: leave out one of the two."
+                f"{flag} trains whole matrices, and --fine-tune-type lora small ones beside them: "
+                "leave out one of the two."
             )
     asked = settings.losses().terms if "tv" in row.losses else {settings.loss}
     if settings.loss is not None and not {*asked} <= {*row.losses}:
         raise ValueError(
-            f"--loss is {settings.loss}, and {title_of(kind)} is trained with one of "
+            f"--loss is {settings.loss}, and {title} is trained with one of "
             f"{', '.join(row.losses)}: give one of these."
         )
     if settings.position_weights == "dpace" != row.defaults.get("position_weights"):
         raise ValueError(
-            f"--position-weights is dpace, which goes by cross-entropy, and {title_of(kind)} is "
-            "not trained with that alone: give decay."
+            f"--position-weights is dpace, which goes by cross-entropy, and {title} is not "
+            "trained with that alone: give decay."
         )
     defaults = dict(row.defaults)
     if settings.init is None and kind in FRESH:
         defaults["learning_rate"] = FRESH_RATE
-    if settings.fine_tune_type == "lora":
+    if is_lora:
         defaults["learning_rate"] = LORA_RATE
     if settings.position_weights == "decay":
         defaults["loss_divisor"] = "weights"
@@ -217,6 +229,28 @@ def filled(settings: TrainSettings, kind: str) -> TrainSettings:
         if name in given and getattr(found, other) != value:
             raise ValueError(f"{flag_of(name)} is about {flag_of(other)} {value}: give both.")
     return found
+
+
+def train_only(head: nn.Module, is_wanted: Callable[[str], bool]) -> None:
+    """Freeze all parameters of a head but those whose names are wanted."""
+    head.freeze()
+    for path, module in head.named_modules():
+        wanted = [key for key in module if is_wanted(f"{path}.{key}".lstrip("."))]
+        module.unfreeze(recurse=False, keys=wanted)
+
+
+def add_lora(head: nn.Module, is_wanted: Callable[[str], bool], rank: int, scale: float) -> None:
+    """Put matrices of that rank beside every matrix that is wanted, and train only these.
+
+    Hu et al. 2021, arXiv:2106.09685. The layers are mlx-lm's.
+    """
+    found = [
+        (path, LoRALinear.from_base(module, r=rank, scale=scale))
+        for path, module in head.named_modules()
+        if isinstance(module, nn.Linear | nn.QuantizedLinear) and is_wanted(f"{path}.weight")
+    ]
+    head.update_modules(tree_unflatten(found))
+    train_only(head, lambda name: name.endswith(("lora_a", "lora_b")))
 
 
 def student_of(settings: TrainSettings, given: Given, model: nn.Module) -> Student:

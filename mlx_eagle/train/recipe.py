@@ -9,17 +9,17 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
+from mlx_lm.tuner.lora import LoRALinear
 from mlx_lm.utils import dequantize_model
 
 from ..convert.checkpoint import DraftCheckpoint
 from ..convert.layouts import HeadFiles
-from ..drafters.folder import write_files
-from ..drafters.kinds import KINDS
+from ..drafters.folder import read_weights, write_files
+from ..drafters.kinds import KINDS, kind_of
 from ..drafters.quantize import Quantization
 from .batches import TokenBatch
 from .chunks import eval_in_chunks
 from .given import Given
-from .lora import changes
 from .settings import TrainSettings
 from .student import Student
 
@@ -128,7 +128,18 @@ class GivenRecipe(Recipe):
         return dict(config), arrays
 
     def _changes(self) -> dict[str, mx.array]:
-        return changes(self.student.head, self._initial)
+        """Return how much each parameter has changed, by its name before LoRA, in float32."""
+        head = self.student.head
+        added = {
+            f"{path}.weight": module.scale * (module.lora_b.T @ module.lora_a.T)
+            for path, module in head.named_modules()
+            if isinstance(module, LoRALinear)
+        }
+        if added:
+            return added
+        before = self._initial()
+        trained = tree_flatten(head.trainable_parameters())
+        return {name: array - before[name] for name, array in trained}
 
     def _initial(self) -> dict[str, mx.array]:
         head = self.given.load(self.model, mx.float32).head
@@ -137,7 +148,8 @@ class GivenRecipe(Recipe):
 
     def files(self, notes: Mapping[str, Any], is_final: bool = False) -> HeadFiles:
         """Return the given drafter's files with what was learnt; what was not is as it was."""
-        config, arrays = self.given.arrays()
+        _, config = kind_of(self.given.folder)
+        arrays = read_weights(self.given.folder)
         default = config.get("quantization") or {}
         for name, change in self._changes().items():
             stored = arrays[name]

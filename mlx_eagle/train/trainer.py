@@ -3,7 +3,7 @@
 import math
 import time
 from contextlib import closing, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +11,11 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..convert.checkpoint import CONFIG_FILES, open_target
+from ..convert.checkpoint import open_target
 from ..convert.publish import training_card
-from ..decoding.setup import AUTO
-from ..draft_models import known_drafter
 from ..drafters.folder import write_files
-from ..drafters.kinds import KINDS
 from ..drafters.target_parts import find_embedding
 from ..system.device import weight_bytes
-from ..system.hub import locate
 from ..system.ranks import is_first
 from ..system.safetensors import save_arrays
 from ..system.stop_signals import StopSignals
@@ -27,8 +23,7 @@ from .batches import BatchOrder, make_batch
 from .data import Examples, read_data, read_examples
 from .draft_vocabulary import coverage
 from .evaluation import Evaluation, Generated, evaluate, generate_held_out
-from .given import Given, open_given
-from .kinds import TRAINED, begin, filled, kind_to_train, needs_for, with_mask
+from .kinds import begin, begin_with, needs_for, with_mask
 from .log import TrainingLog
 from .memory import fitting, memory_kept_to
 from .optimizer import TrainStep, learning_rate
@@ -289,15 +284,13 @@ def run(settings: TrainSettings) -> TrainReport:
 def _run(settings: TrainSettings, checkpoints: Checkpoints) -> TrainReport:
     found = checkpoints.to_begin_with(settings.resume)
     data = read_data(settings.data)
-    if settings.init is not None and settings.init not in (AUTO, *KINDS):
-        locate(settings.init, CONFIG_FILES)
+    settings, given = begin_with(settings)
     of_others = mx.get_active_memory()
     mx.random.seed(settings.seed)
     model, tokenizer, config = load_target(
         settings.model, settings.adapter_path, settings.trust_remote_code, settings.dtype
     )
     _, vocab_size = find_embedding(model)
-    settings, given = _begin_with(settings)
     settings = with_mask(settings, given, tokenizer, vocab_size)
     if settings.regenerate:
         from .answers import regenerate  # here, for it is a command as well: python -m
@@ -318,19 +311,6 @@ def _run(settings: TrainSettings, checkpoints: Checkpoints) -> TrainReport:
         trainer.describe(str(needs))
     with StopSignals(once=True) as stop, memory_kept_to(needs.total, of_others):
         return trainer.run(stop)
-
-
-def _begin_with(settings: TrainSettings) -> tuple[TrainSettings, Given | None]:
-    """Find what --init names, and give the settings the defaults of its kind."""
-    name = settings.init
-    if name is None:
-        return filled(settings, kind_to_train(settings.kind, None)), None
-    if name == AUTO:
-        name = known_drafter(settings.model, TRAINED)
-        if is_first():
-            print(f"Beginning with {name}, the drafter that is known for {settings.model}.")
-    given = open_given(name, settings.model)
-    return filled(replace(settings, init=name), kind_to_train(settings.kind, given)), given
 
 
 def _shown(name: str) -> str:
