@@ -11,13 +11,14 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import KVCache
 
+from ..convert.layouts import HeadFiles
 from ..drafters.assistant import FULL, ORDERING, SLIDING, Assistant, sources, text_of
 from .chains import ChainRecipe, ChainTargets
 from .chunks import Arrays, run_step
 from .given import Given
 from .recipe import GivenRecipe
 from .settings import TrainSettings
-from .student import HeadFiles, Student
+from .student import Student
 from .teacher import ROWS_AT_ONCE, Teacher
 from .unroll import known_tokens
 

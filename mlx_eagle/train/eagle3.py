@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,25 +12,25 @@ import numpy as np
 from mlx.nn.losses import cross_entropy
 from mlx.utils import tree_flatten
 
+from ..convert.layouts import HeadFiles, as_it_came, as_speculators_do
 from ..drafters.head_weights import split_weights
-from ..drafters.target_parts import find_embedding
+from ..drafters.target_parts import find_embedding, rows_of_lm_head
 from ..system.ranks import is_first
 from .batches import TokenBatch
 from .chains import ChainRecipe, ChainTargets, chain_targets
 from .chunks import Arrays
 from .data import Examples
 from .draft_vocabulary import resized, resized_vocabulary
-from .given import Given, write_published
+from .given import Given
 from .losses import acceptance_loss
 from .memory import amount
-from .published_head import published_files
 from .settings import CACHE_BITS, TrainSettings
-from .student import HeadFiles, Student, fresh_student, packed, student_from
+from .student import Student, fresh_student
 from .teacher import Teacher, cache_name
 from .unroll import unroll
 
 DEFAULT_VOCABULARY = 32000  # tokens, as in published heads
-NEVER_QUANTIZED = ("embed_tokens.weight",)  # of a head's own matrices
+EMBEDDING = "embed_tokens."  # of names of a head's own table, which only P-EAGLE heads learn
 
 
 class Eagle3Recipe(ChainRecipe):
@@ -97,44 +98,71 @@ class Eagle3Recipe(ChainRecipe):
         rates = zip(losses, found[self.depth :], weights, targets.counts, strict=True)
         return [acceptance_loss(*each, self.settings.losses()) for each in rates]
 
-    def _parameters(self) -> dict[str, mx.array]:
-        head = self.student.head
-        return split_weights(dict(tree_flatten(head.parameters())), head.config)
+    def _stored(self, parameters: Any, dtype: mx.Dtype) -> dict[str, mx.array]:
+        """Return parameters in ``dtype``, by their names in a converted folder."""
+        stored = split_weights(dict(tree_flatten(parameters)), self.student.head.config)
+        return {name: array.astype(dtype) for name, array in stored.items()}
 
     def files(self, notes: Mapping[str, Any], is_final: bool = False) -> HeadFiles:
         student = self.student
         config = student.head.config
-        arrays = self._parameters()
+        dtype = student.dtype if is_final else mx.float32
         values = config.to_dict() | dict(notes)
+        arrays = self._stored(student.head.parameters(), dtype)
         if is_final:
-            arrays = {name: array.astype(student.dtype) for name, array in arrays.items()}
-            entry, arrays = packed(arrays, self.settings, NEVER_QUANTIZED)
-            values |= entry
+            values, arrays = self.packed(values, arrays, (f"{EMBEDDING}weight",))
         if config.has_d2t:
             arrays["d2t"] = student.ids - mx.arange(len(student.ids), dtype=mx.int32)
         return values, arrays
 
-    def write_published(self, folder: Path) -> str:
-        came = None if self.given is None else self.given.published
-        found = published_files(self.student, self._parameters(), self.model, came)
-        return "" if found is None else write_published(folder, *found)
+    def published(self) -> HeadFiles | None:
+        """Return the head as it came, or else as speculators publish it, if they have words."""
+        student = self.student
+        head = student.head
+        if self.given is not None and self.given.published is not None:
+            learnt = self._stored(head.trainable_parameters(), mx.float32)
+            if found := as_it_came(self.given.published, learnt, student.ids):
+                return found
+        own = self._stored(head.parameters(), student.dtype)
+        if head.config.lm_head_source != "file":
+            own |= rows_of_lm_head(self.model, find_embedding(self.model)[0], student.ids)
+        return as_speculators_do(head.config, own, student.taps, student.ids)
 
 
 def make_student(
-    settings: TrainSettings, model: nn.Module, config: dict[str, Any], examples: Examples
+    settings: TrainSettings,
+    student: Student | None,
+    model: nn.Module,
+    config: dict[str, Any],
+    examples: Examples,
 ) -> Student:
-    """Make a fresh head, or take that of --init, with the draft vocabulary that is asked for."""
+    """Make a fresh head, or take that of --init, with the draft vocabulary that is asked for.
+
+    Raises ValueError for a head that is more than llama layers.
+    """
     _, vocab_size = find_embedding(model)
     size = settings.draft_vocab_size
-    if settings.init is None:
+    if student is None:
         size = size or min(DEFAULT_VOCABULARY, vocab_size)
         ids = resized_vocabulary(examples.train, np.array([], np.int32), size, vocab_size)
         return fresh_student(model, config, ids, settings)
-    student = student_from(settings.init, model, settings.model)
-    ids = np.array(student.ids)
-    if size in (None, len(ids)):
+    c = student.head.config
+    features = {
+        "has parallel heads": c.num_parallel_heads > 0,
+        "attends to a latent (MLA)": c.latent is not None,
+        "scales queries by their position": c.position_scale is not None,
+        "has layers of Gemma-4": c.branch_norms or c.values != "projected",
+    }
+    for feature in (name for name, holds in features.items() if holds):
+        raise ValueError(
+            f"{settings.init} {feature}, and only heads of llama layers are trained here: start "
+            "from another head, or from none."
+        )
+    if c.lm_head_source == "target_rows":  # they are learnt
+        student.head.config = replace(c, lm_head_source="file")
+    if size in (None, len(student.ids)):
         return student
-    ids = resized_vocabulary(examples.train, ids, size, vocab_size)
+    ids = resized_vocabulary(examples.train, np.array(student.ids), size, vocab_size)
     return resized(student, model, ids)
 
 

@@ -15,38 +15,31 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from ..convert.families import canonical
-from ..drafters.kinds import kind_of
 from ..drafters.target_parts import find_embedding
 from . import eagle3
 from .batches import TokenBatch
 from .chains import ChainTargets, chain_targets
 from .chunks import Arrays
 from .data import Examples
-from .given import Given
 from .losses import TINY, compared, mixed_losses, picked
-from .published_head import MASKED_FEATURES
 from .settings import LossSettings, TrainSettings
 from .student import Student
 from .unroll import unroll_masked
 
 
-def is_parallel(given: Given) -> bool:
-    """Return whether a drafter is a P-EAGLE head already."""
-    if given.published is None:
-        return kind_of(given.folder)[1].get("mask_token_id") is not None
-    return any(canonical(name) == MASKED_FEATURES for name in given.published.tensors)
-
-
 def make_student(
-    settings: TrainSettings, model: nn.Module, config: dict[str, Any], examples: Examples
+    settings: TrainSettings,
+    student: Student | None,
+    model: nn.Module,
+    config: dict[str, Any],
+    examples: Examples,
 ) -> Student:
     """Make a fresh head, or take that of --init; one that drafts step by step gets masked slots.
 
     Its embedding is its own, by default the target's table. Raises ValueError for heads that
     cannot draft in one pass.
     """
-    student = eagle3.make_student(settings, model, config, examples)
+    student = eagle3.make_student(settings, student, model, config, examples)
     head = student.head
     c = head.config
     plain = c.fc_input == "features" and c.layer_input == "first" and c.embed_scale == 1
@@ -66,7 +59,6 @@ def make_student(
         head.embed_tokens = nn.Embedding(*table.shape)
         head.embed_tokens.weight = table
         c = replace(c, vocab_size=num_rows)
-    head.unfreeze()
     head.config = replace(c, embed_source="file")
     mx.eval(head.parameters())
     return replace(student, embed=head.embed_tokens)

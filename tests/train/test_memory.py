@@ -271,7 +271,7 @@ def recipe_of(run) -> Recipe:
     settings = replace(settings, aux_layers=(0, 1, 2), draft_vocab_size=vocab, mask_token_id=mask)
     settings = filled(settings, kind)
     nothing = Examples([], [], [])
-    student = row.make_student(settings, model, sizes, nothing)
+    student = row.make_student(settings, None, model, sizes, nothing)
     return row.recipe(settings, student, model, None, nothing)
 
 
