@@ -17,7 +17,6 @@ from mlx_eagle.convert import check, pipeline
 from mlx_eagle.convert.__main__ import main
 from mlx_eagle.convert.check import DEPTHS, RESOLVED, Reading, Row
 from mlx_eagle.convert.checkpoint import open_checkpoint
-from mlx_eagle.convert.pipeline import SaveOptions
 from mlx_eagle.demo.pair import demo_target_path
 from mlx_eagle.drafters.config import Eagle3Config
 from mlx_eagle.drafters.head_weights import AttachedHead, attach_head
@@ -253,9 +252,8 @@ def demo():
     model, tokenizer = mlx_lm.load(str(demo_target_path()))
     model = dequantize_model(model)
     model.set_dtype(mx.float32)
-    built = pipeline.build(
-        pipeline.prepare("eagle3", open_checkpoint(str(DEMO)), None), SaveOptions("float32")
-    )
+    unread = pipeline.prepare("eagle3", open_checkpoint(str(DEMO)), None)
+    built = pipeline.build(unread, "float32")
     answers, read, read_conversation = iter(recorded()), [], check.read_conversation
 
     def replay(prompt, model, max_tokens):
