@@ -280,7 +280,7 @@ class TargetFolder(TargetSizes):
             return None
         table = self._tables[name]
         is_packed = isinstance(table, MLXPacked)  # then the copy in a head was computed by MLX
-        return table.read_in(FLOATS[table.format]) if is_packed else table.read()
+        return table.read(FLOATS[table.format]) if is_packed else table.read()
 
     def output_table(self) -> mx.array | None:
         """The lm_head (V, h), in tied models the embedding."""
