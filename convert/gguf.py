@@ -18,6 +18,7 @@ from mlx_eagle.system.fields import LARGEST, is_whole, shown
 from mlx_eagle.system.safetensors import check_name, is_shape
 
 from .gguf_layouts import LAYOUTS, Layout, layout_of
+from .published_config import renamed
 from .stored import FORMATS, CutOff, Refused, Stored, map_file
 
 SCALING_KEYS = {
@@ -28,8 +29,8 @@ SCALING_KEYS = {
     "rope.scaling.yarn_beta_slow": "beta_slow",
 }
 TOKENS = "tokenizer.ggml.tokens"
-MASK = "tokenizer.ggml.mask_token_id"
-KEYS = {"general.architecture", "general.alignment", TOKENS, MASK}
+ARCHITECTURE = "general.architecture"
+KEYS = {ARCHITECTURE, "general.alignment", TOKENS, "tokenizer.ggml.mask_token_id"}
 KEYS |= {f"{a}.{key}" for a, own in LAYOUTS.items() for key in (*own.keys, *SCALING_KEYS)}
 """The metadata that is used; everything else is skipped."""
 # The codes in struct for the value types 0 to 12; strings (8) and arrays (9) have none.
@@ -42,7 +43,6 @@ MAX_ENTRIES = 1 << 16
 MAX_LISTED = 1024
 MAX_ALIGNMENT = 1 << 16
 MAX_STRING = 1 << 10  # bytes of a string that are read; as text they may take four times that
-
 
 Block = tuple[str, int, int, Callable[[np.ndarray], np.ndarray] | None]
 """Name, values per block, bytes per block, and what decodes bytes (None: plain numbers)."""
@@ -106,11 +106,7 @@ def _code(kind: int) -> str:
 
 def _tensor(name: str, shape: tuple[int, ...], kind: int, data: np.ndarray) -> Stored:
     """A tensor whose bytes begin at ``data[0]``."""
-    if kind in PLAIN:
-        block: Block = (PLAIN[kind], 1, np.dtype(FORMATS[PLAIN[kind]]).itemsize, None)
-    else:
-        block = _block_format(name, kind)
-    form, width, num_bytes, decode = block
+    form, width, num_bytes, decode = _block_format(name, kind)
     if not is_shape(shape) or max(shape, default=0) > LARGEST or (shape and shape[-1] % width):
         raise Refused(f"{name} is {form} {shown(shape)}, which cannot be")
     size = math.prod(shape) // width * num_bytes
@@ -120,7 +116,9 @@ def _tensor(name: str, shape: tuple[int, ...], kind: int, data: np.ndarray) -> S
 
 
 def _block_format(name: str, kind: int) -> Block:
-    """The block format of a type, as the package ``gguf`` knows it."""
+    """The block format of a type, as the package ``gguf`` knows it if it is not plain."""
+    if kind in PLAIN:
+        return PLAIN[kind], 1, np.dtype(FORMATS[PLAIN[kind]]).itemsize, None
     try:
         import gguf
     except ImportError:
@@ -167,9 +165,10 @@ def _read(reader: _Reader) -> tuple[dict[str, Any], dict[str, Tensor]]:
         value = reader.value(reader.scalar("I"))
         if key in KEYS:
             metadata[key] = value
-    architecture = metadata.get("general.architecture")
+    architecture = metadata.get(ARCHITECTURE)
     layout = layout_of(architecture)
-    said = _config(metadata, architecture, layout)
+    prefix = f"{architecture}."
+    said = _config({key.removeprefix(prefix): v for key, v in metadata.items()}, layout)
     first = layout.first_block(architecture, said)
     entries = [_entry(reader) for _ in range(num_tensors)]
     alignment = metadata.get("general.alignment", 32)
@@ -197,22 +196,16 @@ def _entry(reader: _Reader) -> tuple[str, tuple[int, ...], int, int]:
     return name, shape, reader.scalar("I"), reader.scalar("Q")
 
 
-def _config(metadata: dict[str, Any], architecture: str, layout: Layout) -> dict[str, Any]:
-    def section(keys: Mapping[str, str]) -> dict[str, Any]:
-        found = {
-            new: metadata.get(old, metadata.get(f"{architecture}.{old}"))
-            for old, new in keys.items()
-        }
-        for name, value in found.items():
-            if isinstance(value, range):
-                raise Refused(f"its {name} is a list of {len(value)} values, which no head has")
-        return {name: value for name, value in found.items() if value is not None}
-
-    config = {"general.architecture": architecture, **section(layout.keys)}
-    tokens = metadata.get(TOKENS)
-    if "vocab_size" not in config and isinstance(tokens, range):
-        config["vocab_size"] = len(tokens)
-    scaling = section(SCALING_KEYS)
+def _config(said: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
+    """The metadata in the keys of a config; before, they have none of the architecture."""
+    config = renamed(said, {ARCHITECTURE: ARCHITECTURE, **layout.keys})
+    scaling = renamed(said, SCALING_KEYS)
+    for name, value in (config | scaling).items():
+        if isinstance(value, range):
+            raise Refused(f"its {name} is a list of {len(value)} values, which no head has")
+    tokens = said.get(TOKENS)
+    if isinstance(tokens, range):
+        config.setdefault("vocab_size", len(tokens))
     if scaling.get("rope_type", "none") != "none":
         config["rope_scaling"] = scaling
     return config

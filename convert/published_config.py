@@ -140,6 +140,11 @@ class Overrides:
 NO_OVERRIDES = Overrides()
 
 
+def renamed(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """The values of some keys, under new names, without nulls."""
+    return {new: values[old] for old, new in names.items() if values.get(old) is not None}
+
+
 def written_taps(config: Mapping[str, Any]) -> tuple[tuple[int, ...], str]:
     """The ids of taps in a config, and their place there; () if it names none."""
     nested = config.get("eagle_config") or {}
