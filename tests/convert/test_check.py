@@ -128,7 +128,7 @@ def row(name: str, level: float, flag: str | None = None) -> Row:
 
 def report(*others: Row, resolved: float = 0.5, baseline: float = 0.2) -> check.Report:
     sides = row("as resolved", resolved), row("pairing shifted", baseline)
-    return check.Report(sides[0], others, 6, 100, sides[1])
+    return check.Report(sides[0], others, 6, sides[1])
 
 
 def test_the_verdict():
@@ -284,7 +284,7 @@ def test_the_recorded_answers_are_the_targets(demo):
 def test_the_right_setting_is_above_the_wrong_ones(demo):
     found, _, _, _ = demo
     right, wrong = found.resolved, {r.name: r for r in (*found.alternatives, found.baseline)}
-    assert found.winner is right and found.num_positions > 450
+    assert found.winner is right and found.entry()["num_positions"] > 450
     for name in ("rope base 100", "norm_before_residual on", "norm_output on", "pairing shifted"):
         assert right.is_better_than(wrong[name])
         assert sum(right.agreement) > sum(wrong[name].agreement) + 0.15
