@@ -349,29 +349,20 @@ def _yarn(entry: Mapping[str, Any], theta: float, dims: int, max_positions: int)
         # mlx-lm scales by (0.1 mscale ln factor + 1) over the same with mscale_all_dim.
         scaling["mscale"] = (attention - 1) / (0.1 * math.log(factor))
         scaling["mscale_all_dim"] = 0
-    if entry.get("truncate") is False:
-        return _untruncated_yarn(scaling, theta, dims, max_positions)
-    return scaling
-
-
-def _untruncated_yarn(
-    scaling: Mapping[str, Any], theta: float, dims: int, max_positions: int
-) -> dict[str, Any]:
-    """Yarn whose ramp ends between channels (``truncate`` false); mlx-lm's rounds the ends."""
-    factor = scaling["factor"]
-    original = scaling["original_max_position_embeddings"]
+    if entry.get("truncate") is not False:
+        return scaling
 
     def channel(rotations: float) -> float:
         return dims * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
-    def mscale(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
-
+    # The ramp ends between channels; mlx-lm's rounds the ends.
     low = max(channel(scaling.get("beta_fast", 32)), 0)
     high = min(channel(scaling.get("beta_slow", 1)), dims - 1)
     ramp = np.clip((np.arange(dims // 2) - low) / max(high - low, 0.001), 0, 1)
     factors = 1 / (ramp / factor + 1 - ramp)
-    scale = mscale(scaling.get("mscale", 1)) / mscale(scaling.get("mscale_all_dim", 0))
+    growth = math.log(max(factor, 1))
+    scale = 0.1 * scaling.get("mscale", 1) * growth + 1
+    scale /= 0.1 * scaling.get("mscale_all_dim", 0) * growth + 1
     return _explicit(factors.tolist(), max_positions, scale)
 
 
@@ -388,10 +379,9 @@ def _longrope(entry: Mapping[str, Any], dims: int, max_positions: int) -> dict[s
             f"expected {dims // 2}"
         )
     scaling = _explicit(factors, max_positions, entry.get("attention_factor") or 1.0)
-    original = entry.get("original_max_position_embeddings")
-    if original is not None and entry.get("attention_factor") is None:
-        scaling["original_max_position_embeddings"] = original
-    return scaling
+    key = "original_max_position_embeddings"
+    is_written = entry.get("attention_factor") is None and entry.get(key) is not None
+    return scaling | ({key: entry[key]} if is_written else {})
 
 
 def _stored_factors(factors: Tensor, dims: int, max_positions: int) -> dict[str, Any]:
