@@ -17,6 +17,7 @@ from mlx_eagle.drafters.config import Eagle3Config
 from mlx_eagle.drafters.folder import read_config, read_weights
 from mlx_eagle.drafters.head_weights import draft_ids
 from mlx_eagle.drafters.quantize import bits_of
+from mlx_eagle.drafters.target_parts import FRONT
 from mlx_eagle.system.atomic_folder import new_folder
 from mlx_eagle.system.hub import INSIDE, REPO_ID, locate
 from mlx_eagle.system.safetensors import save_arrays
@@ -26,8 +27,8 @@ from .vocabulary import vocabulary_maps
 
 CARD = "README.md"
 TAGS = ["mlx", "speculative-decoding", "draft-model"]
-# The keys that the hub reads about a licence; the last two belong to `license: other`.
-LICENSE_KEYS = ("license", "license_name", "license_link")
+# The keys that the hub reads about a licence; name and link belong to `license: other`.
+LICENSE = re.compile(r"^(license(?:_name|_link)?):[ \t]*(\S.*?)[ \t]*$", re.MULTILINE)
 WHAT_IT_IS = (
     "for speculative decoding, {made} by mlx-eagle. It is no model of its own: it drafts tokens "
     "that its target accepts or replaces."
@@ -45,12 +46,9 @@ def source_license(
     folder = folder.parent if folder.is_file() else folder
     found: dict[str, str] = {}
     if (folder / CARD).is_file():
-        text = (folder / CARD).read_text(encoding="utf-8", errors="replace")
-        front = re.match(r"---\s*\n(.*?)\n---", text, re.DOTALL)
-        for key in LICENSE_KEYS:
-            line = front and re.search(rf"^{key}:[ \t]*(\S.*?)[ \t]*$", front[1], re.MULTILINE)
-            if line:
-                found[key] = line[1].strip("\"'")
+        front = FRONT.match((folder / CARD).read_text(encoding="utf-8", errors="replace"))
+        lines = LICENSE.findall(front[1]) if front else ()
+        found = {key: text.strip("\"'") for key, text in lines}
     if "license" not in found and isinstance(config.get("license"), str):
         return {"license": config["license"]}
     return found if "license" in found else {}
