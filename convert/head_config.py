@@ -95,11 +95,6 @@ class PublishedHead:
     def num_layers(self) -> int:
         return count_layers(self.tensors)
 
-    @property
-    def target_depth(self) -> int | None:
-        """The target's number of layers, None if unknown."""
-        return self.target.num_layers if self.target else self.settings.get("num_target_layers")
-
     def rows(self, name: str) -> int:
         """The rows of a matrix of layer 0's attention; ValueError if it is missing."""
         return rows_of(self.tensors, f"{ATTENTION}{name}.weight")
@@ -133,7 +128,7 @@ def _heads(head: PublishedHead) -> dict[str, Any]:
             "expected an even width and a whole number of heads per key head; fix the config"
         )
     sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": width}
-    return {**sizes, "latent": None}
+    return sizes | {"latent": None}
 
 
 def _latent_heads(head: PublishedHead) -> dict[str, Any]:
@@ -207,9 +202,8 @@ def _layers(head: PublishedHead) -> LayerFields:
         )
     widths = [head.input_width(i) for i in range(head.num_layers)]
     every = head.num_layers > 1 and set(widths) == {2 * h}
-    final_norm = settings.get("use_last_layernorm", True)
-    if optional:
-        final_norm = "norm.weight" in tensors
+    has_final = "norm.weight" in tensors
+    final_norm = has_final if optional else settings.get("use_last_layernorm", True)
     norm_output = settings.get("norm_output", settings.get("return_hidden_post_norm", False))
     return LayerFields(
         hidden_size=h,
@@ -262,12 +256,11 @@ def _fusion(head: PublishedHead) -> FusionFields:
     tensors = head.tensors
     num_aux = 1
     size = head.hidden_size
-    uses_aux = head.family.fixed.get("uses_aux", True)
-    if uses_aux:
-        num_aux, size = _feature_sizes(head)
     taps: dict[str, Any] = {"aux_ids_source": "final norm"}
-    if uses_aux:
-        taps = read_taps(head.config, num_aux, head.target_depth, head.overrides, head.notes)
+    if head.family.fixed.get("uses_aux", True):
+        num_aux, size = _feature_sizes(head)
+        depth = head.target.num_layers if head.target else settings.get("num_target_layers")
+        taps = read_taps(head.config, num_aux, depth, head.overrides, head.notes)
     norm = "none"
     if "input_norm.weight" in tensors or settings.get("norm_before_fc"):
         norm = "concat"
@@ -311,16 +304,13 @@ def _check_tables(config: Eagle3Config, settings: Mapping[str, Any]) -> None:
             "the head was trained with an embedding of its own (embed_requires_grad), "
             "which the checkpoint lacks"
         )
-    if config.hidden_size == config.target_hidden_size:
-        return
     tables = {"an embed_tokens": config.embed_source, "an lm_head": config.lm_head_source}
-    for table, source in tables.items():
-        if source != "file":
-            raise ValueError(
-                f"the head is {config.hidden_size} wide and its target "
-                f"{config.target_hidden_size}, so it needs {table} of its own, which the "
-                "checkpoint lacks"
-            )
+    shared = [table for table, source in tables.items() if source != "file"]
+    if shared and config.hidden_size != config.target_hidden_size:
+        raise ValueError(
+            f"the head is {config.hidden_size} wide and its target {config.target_hidden_size}, "
+            f"so it needs {shared[0]} of its own, which the checkpoint lacks"
+        )
 
 
 def read_settings(
