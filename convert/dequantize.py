@@ -9,7 +9,7 @@ of microscaling formats 1.0 (E2M1 and E8M0).
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_eagle.drafters.kind import Tensor
-from mlx_eagle.system.fields import check, shown
+from mlx_eagle.system.fields import check, list_of, shown, whole
 
 from .published_config import PACKING
 from .stored import Stored
@@ -63,6 +63,7 @@ ONE_NUMBER = ("weight_scale_2", "weight_global_scale")
 PARTS = ("weight_packed", "weight_shape", *SCALES, *ONE_NUMBER, *ASKED)
 # Parts for activations and caches, which are not quantized here.
 UNUSED = re.compile(r"\.(((input|output|[kqv])_(scale|zero_point|global_scale))|qscale_act)$")
+SIDES = list_of(whole(1), "sizes")  # rows and columns of a block, as configs write them
 BLOCK = (128, 128)  # rows and columns, for fine-grained FP8 whose config does not say it
 BITS = np.arange(256, dtype=np.uint16)
 # As float16, whose exponents have one bit more and count from 8 further down.
@@ -90,7 +91,7 @@ class Unpacked(Tensor):
     parts: Mapping[str, Stored]
     shape: tuple[int, ...]
     format: str
-    block: tuple[int, int]
+    block: Sequence[int]
 
     def read(self) -> mx.array:
         """The values; ValueError if the parts do not go together."""
@@ -160,7 +161,7 @@ class Unpacked(Tensor):
             if stored.format in WHOLE and len(groups) == columns and are_known:
                 return per_group[:, groups]
             raise ValueError(f"{self.name} has groups that are none; the checkpoint is damaged")
-        steps = []
+        spread = per_group
         for axis, (size, count) in enumerate(zip(self.shape, per_group.shape, strict=True)):
             step = _step(size, count, self.block[axis] if rows != len(per_group) else None)
             if step is None:
@@ -169,10 +170,8 @@ class Unpacked(Tensor):
                     f"{' x '.join(map(str, per_group.shape))}, which do not go together; the "
                     "checkpoint is damaged"
                 )
-            steps.append(step)
-        down, across = steps
-        spread = np.repeat(per_group, down, axis=0)[:rows]
-        return np.repeat(spread, across, axis=1)[:, :columns]
+            spread = np.repeat(spread, step, axis)
+        return spread[:rows, :columns]
 
 
 def _step(size: int, count: int, block: int | None) -> int | None:
@@ -187,10 +186,9 @@ def _step(size: int, count: int, block: int | None) -> int | None:
 def _floats(stored: Stored) -> np.ndarray:
     """Scales or zero points in float32."""
     values = stored.numpy()
-    if stored.format == "U8":  # powers of two, in MX formats
-        return BYTES["F8_E8M0"][values]
-    if stored.format in BYTES:
-        return BYTES[stored.format][values.view(np.uint8)]
+    kind = "F8_E8M0" if stored.format == "U8" else stored.format  # powers of two, in MX formats
+    if kind in BYTES:
+        return BYTES[kind][values.view(np.uint8)]
     return np.array(stored.read().astype(mx.float32))
 
 
@@ -207,12 +205,6 @@ def _entries(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[Mapping
     groups = groups.values() if isinstance(groups, Mapping) else ()
     weights = (group.get("weights") for group in groups if isinstance(group, Mapping))
     return entry, [own for own in weights if isinstance(own, Mapping)]
-
-
-def _block(sizes: Any) -> tuple[int, int] | None:
-    is_pair = isinstance(sizes, list) and len(sizes) == 2
-    fits = is_pair and all(isinstance(size, int) and size > 0 for size in sizes)
-    return (sizes[0], sizes[1]) if fits else None
 
 
 def _in_parts(name: str, parts: Mapping[str, Stored], config: Mapping[str, Any]) -> Unpacked:
@@ -242,8 +234,8 @@ def _in_parts(name: str, parts: Mapping[str, Stored], config: Mapping[str, Any])
                 *(own.get("block_structure") for own in weights),
                 entry.get("weight_block_size"),
             ]
-            blocks = [BLOCK, *filter(None, map(_block, written))]
-            return Unpacked(name, parts, shape, dtype, blocks[-1])
+            pairs = [sizes for sizes in written if SIDES.holds(sizes) and len(sizes) == 2]
+            return Unpacked(name, parts, shape, dtype, [BLOCK, *pairs][-1])
     raise ValueError(
         f"{name} is quantized in a way that is not read ({found}); compressed-tensors (integers, "
         "FP8, NVFP4, MXFP4), ModelOpt's FP8 and NVFP4 and GGUF are, so take such a head, or the "
