@@ -87,14 +87,6 @@ class PublishedHead:
     overrides: Overrides = NO_OVERRIDES
     notes: list[str] = field(default_factory=list)
 
-    @property
-    def hidden_size(self) -> int:
-        return hidden_size(self.tensors)
-
-    @property
-    def num_layers(self) -> int:
-        return count_layers(self.tensors)
-
     def rows(self, name: str) -> int:
         """The rows of a matrix of layer 0's attention; ValueError if it is missing."""
         return rows_of(self.tensors, f"{ATTENTION}{name}.weight")
@@ -161,7 +153,6 @@ def _latent_heads(head: PublishedHead) -> dict[str, Any]:
 
 
 def _attention(head: PublishedHead) -> AttentionFields:
-    """The fields about attention and its rope."""
     settings = head.settings
     tensors = head.tensors
     is_latent = f"{ATTENTION}kv_a_proj_with_mqa.weight" in tensors
@@ -178,18 +169,17 @@ def _attention(head: PublishedHead) -> AttentionFields:
         values="keys" if head.family.is_gemma and not own_values else "projected",
         softmax_scale=softmax_scale(settings, sizes["latent"]),
         position_scale=position_scale(settings),
-        **window_fields(settings, head.num_layers),
+        **window_fields(settings, count_layers(head.tensors)),
         rope=read_rope(settings, turning, is_latent, head.overrides.rope_theta, factors),
     )
 
 
 def _layers(head: PublishedHead) -> LayerFields:
-    """The fields about sizes, norms, biases and scales outside of attention."""
     settings = head.settings
     tensors = head.tensors
     is_gemma = head.family.is_gemma
     optional = head.family.has_optional_norms
-    h = head.hidden_size
+    h = hidden_size(head.tensors)
     if settings.get("hidden_size", h) != h:
         raise ValueError(
             f"config.json says hidden_size {settings['hidden_size']}, and layers.0 puts out {h} "
@@ -200,14 +190,15 @@ def _layers(head: PublishedHead) -> LayerFields:
         raise ValueError(
             f"the head's activation is {shown(activation)}; {', '.join(GATED)} are known"
         )
-    widths = [head.input_width(i) for i in range(head.num_layers)]
-    every = head.num_layers > 1 and set(widths) == {2 * h}
+    num_layers = count_layers(tensors)
+    widths = {head.input_width(i) for i in range(num_layers)}
+    every = num_layers > 1 and widths == {2 * h}
     has_final = "norm.weight" in tensors
     final_norm = has_final if optional else settings.get("use_last_layernorm", True)
     norm_output = settings.get("norm_output", settings.get("return_hidden_post_norm", False))
     return LayerFields(
         hidden_size=h,
-        num_layers=head.num_layers,
+        num_layers=num_layers,
         intermediate_size=rows_of(tensors, "layers.0.mlp.gate_proj.weight"),
         max_position_embeddings=settings["max_position_embeddings"],
         rms_norm_eps=settings["rms_norm_eps"],
@@ -227,7 +218,7 @@ def _layers(head: PublishedHead) -> LayerFields:
 
 def _feature_sizes(head: PublishedHead) -> tuple[int, int]:
     """The number of features that fc fuses, and the width of each."""
-    h = head.hidden_size
+    h = hidden_size(head.tensors)
     settings = head.settings
     width = head.tensors["fc.weight"].shape[-1]
     num_taps = len(head.overrides.aux_layers or written_taps(head.config)[0])
@@ -255,7 +246,7 @@ def _fusion(head: PublishedHead) -> FusionFields:
     settings = head.settings
     tensors = head.tensors
     num_aux = 1
-    size = head.hidden_size
+    size = hidden_size(head.tensors)
     taps: dict[str, Any] = {"aux_ids_source": "final norm"}
     if head.family.fixed.get("uses_aux", True):
         num_aux, size = _feature_sizes(head)
@@ -329,11 +320,14 @@ def read_settings(
     settings: dict[str, Any] = {}
     for section in (defaults, family.defaults, nested, config, config.get("eagle_config") or {}):
         settings |= {key: value for key, value in section.items() if value is not None}
-    if family.is_gemma:
-        rope = settings.get("rope_parameters") or {}
-        settings["rope_parameters"] = rope.get("full_attention", rope)
-        if settings.get("attention_k_eq_v") and "num_global_key_value_heads" in settings:
-            settings["num_key_value_heads"] = settings["num_global_key_value_heads"]
+    rope = settings.get("rope_parameters") or {}
+    # Nested by layer type, it is the entry that trainers take; of Gemma's layers the global ones.
+    types = ("full_attention", "sliding_attention")
+    types = types if family.is_gemma else types[::-1]
+    settings["rope_parameters"] = next((rope[t] for t in types if rope.get(t) is not None), rope)
+    global_heads = settings.get("num_global_key_value_heads")
+    if family.is_gemma and settings.get("attention_k_eq_v") and global_heads:
+        settings["num_key_value_heads"] = global_heads
     if family.describes_layers:
         settings["qk_norm"] = nested.get("model_type") == "qwen3"
     else:
@@ -356,8 +350,8 @@ def _drop_layers(tensors: dict[str, Tensor], num_layers: int, wanted: int | None
 
 def _name_norms(head: PublishedHead) -> None:
     """Call the one norm of a layer without embedding ``hidden_norm``, whatever it came as."""
-    for i in range(head.num_layers):
-        if head.input_width(i) == head.hidden_size:
+    for i in range(count_layers(head.tensors)):
+        if head.input_width(i) == hidden_size(head.tensors):
             norm = head.tensors.pop(f"layers.{i}.input_layernorm.weight", None)
             if norm is not None:
                 head.tensors.setdefault(f"layers.{i}.hidden_norm.weight", norm)
@@ -368,7 +362,7 @@ def _drop_early_stop(head: PublishedHead) -> None:
 
     Its trainer takes them from a flag, so the config may not mention them.
     """
-    h = head.hidden_size
+    h = hidden_size(head.tensors)
     tensors = head.tensors
     surplus = tensors["fc.weight"].rows - h if "fc.weight" in tensors else 0
     is_known = head.settings.get("early_stop_method") or surplus <= head.family.num_stop_rows

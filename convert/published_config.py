@@ -306,18 +306,9 @@ def position_scale(settings: Mapping[str, Any]) -> dict[str, Any] | None:
     return {"beta": float(beta), key: float(original)} if beta and original else None
 
 
-def _parameters(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """``rope_parameters``; if they are nested by layer type, the entry that trainers take."""
-    rope = settings.get("rope_parameters") or {}
-    for layer_type in ("sliding_attention", "full_attention"):
-        if isinstance(rope.get(layer_type), Mapping):
-            return rope[layer_type]
-    return rope
-
-
 def _scaling(settings: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     """The type of a rope's scaling, and the entry that says it; "default" and {} without one."""
-    entry = settings.get("rope_scaling") or _parameters(settings)
+    entry = settings.get("rope_scaling") or settings["rope_parameters"]
     name = entry.get("rope_type") or entry.get("type") or "default"
     return "yarn" if name == "deepseek_yarn" else name, entry
 
@@ -420,7 +411,7 @@ def read_rope(
     ``factors`` (dims / 2,) are a GGUF file's. Raises ValueError for a type of scaling that mlx-lm
     does not have, and for numbers that make no rope.
     """
-    own = _parameters(settings)
+    own = settings["rope_parameters"]
     name, entry = _scaling(settings)
     if theta is None:
         theta = own.get("rope_theta") or settings.get("rope_theta") or DEFAULT_THETA
