@@ -3,7 +3,6 @@
 import argparse
 from collections.abc import Sequence
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 from mlx_eagle.drafters.output_rows import read_draft_vocab
@@ -88,12 +87,6 @@ def check_arguments(args: argparse.Namespace) -> Trim | None:
     if not isinstance(wanted, int) and args.draft_vocab_text is not None:
         raise ValueError(
             "--draft-vocab-text says which tokens to keep; say how many with --draft-vocab"
-        )
-    path = Path(args.mlx_path)
-    if path.is_symlink() and not path.exists():
-        raise ValueError(
-            f"--mlx-path {path} is a link to {path.readlink()}, which does not exist: remove the "
-            "link, or name another folder."
         )
     return None if wanted is None else Trim.of(wanted, args.draft_vocab_text)
 

@@ -240,12 +240,11 @@ class TargetFolder(TargetSizes):
         text = config.get("text_config") or config
         sizes = {}
         for size, keys in SIZE_KEYS.items():
-            found = [text[key] for key in keys if text.get(key) is not None]
-            if not found:
+            sizes[size] = next((text[key] for key in keys if text.get(key) is not None), None)
+            if sizes[size] is None:
                 raise ValueError(
                     f"the config.json of {name} has none of {', '.join(keys)}; is it a model?"
                 )
-            sizes[size] = found[0]
         return cls(**sizes, name=name, folder=folder, config=config)
 
     @cached_property
@@ -256,18 +255,18 @@ class TargetFolder(TargetSizes):
         )
         return unpacked(stored, self.config)
 
-    def table(self, module: str) -> mx.array | None:
-        """The matrix (V, h) of ``embed_tokens`` or ``lm_head``, dequantized; None if missing."""
-        ending = f".{module}.weight"
-        table = next((t for n, t in self._tables.items() if f".{n}".endswith(ending)), None)
+    def table(self, *modules: str) -> mx.array | None:
+        """The matrix (V, h) of the first of these modules that is there, dequantized, or None."""
+        found = (
+            tensor
+            for module in modules
+            for name, tensor in self._tables.items()
+            if f".{name}".endswith(f".{module}.weight")
+        )
+        table = next(found, None)
         if isinstance(table, MLXPacked):  # then the copy in a head was computed by MLX
             return table.read(FLOATS[table.format])
         return None if table is None else table.read()
-
-    def output_table(self) -> mx.array | None:
-        """The lm_head (V, h), in tied models the embedding."""
-        head = self.table("lm_head")
-        return self.table("embed_tokens") if head is None else head
 
     def copy_tokenizer(self, folder: Path) -> list[str]:
         """Copy the tokenizer's files to ``folder``, and return their names."""
@@ -289,13 +288,12 @@ def open_target(name: str) -> TargetFolder:
 
 def same_values(ours: mx.array, theirs: mx.array | None) -> bool:
     """True if both hold the same values in any dtypes; further rows of ``theirs`` are padding."""
-    if theirs is None or theirs.ndim != 2 or theirs.shape[1] != ours.shape[1]:
-        return False
-    if theirs.shape[0] < ours.shape[0]:
+    num_rows = len(ours)
+    if theirs is None or theirs[:num_rows].shape != ours.shape:
         return False
     # In parts, since both may take gigabytes, and they mostly differ in the first row.
-    for start in range(0, ours.shape[0], PART):
-        parts = (table[start : start + PART].astype(mx.float32) for table in (ours, theirs))
-        if not mx.array_equal(*(part[: ours.shape[0] - start] for part in parts)).item():
+    for start in range(0, num_rows, PART):
+        rows = slice(start, min(start + PART, num_rows))
+        if not mx.array_equal(*(table[rows].astype(mx.float32) for table in (ours, theirs))):
             return False
     return True

@@ -13,11 +13,7 @@ from mlx_eagle.drafters.config import Eagle3Config
 from mlx_eagle.drafters.kind import Tensors
 from mlx_eagle.drafters.kinds import KINDS, OTHERWISE, is_converted, recognise
 from mlx_eagle.drafters.quantize import Packing, Quantization, pack, shapes_of_matrices
-from mlx_eagle.drafters.target_parts import (
-    TargetSizes,
-    made_from,
-    read_target_config,
-)
+from mlx_eagle.drafters.target_parts import TargetSizes, made_from, read_target_config
 from mlx_eagle.system.atomic_folder import AlreadyThere, new_folder
 from mlx_eagle.system.device import megabytes
 from mlx_eagle.system.hub import locate, upload
@@ -69,22 +65,22 @@ def drop_shared(head: Resolved, target: TargetFolder) -> Resolved:
     """Leave out the embedding and the lm_head if they equal the target's."""
     if head.config.hidden_size != target.hidden_size:
         return head
-    config = head.config
     tensors = dict(head.tensors)
+    shared = {}
     ids = head.target_ids
     embedding = tensors.get("embed_tokens.weight")
     if embedding is not None and same_values(embedding.read(), target.table("embed_tokens")):
         del tensors["embed_tokens.weight"]
-        config = replace(config, embed_source="target")
+        shared["embed_source"] = "target"
     output = tensors.get("lm_head.weight")
     if output is not None:
-        theirs = target.output_table()
+        theirs = target.table("lm_head", "embed_tokens")
         if theirs is not None and ids is not None:
             theirs = theirs[mx.array(ids)]
         if same_values(output.read(), theirs):
             del tensors["lm_head.weight"]
-            config = replace(config, lm_head_source="target" if ids is None else "target_rows")
-    return replace(head, config=config, tensors=tensors)
+            shared["lm_head_source"] = "target" if ids is None else "target_rows"
+    return replace(head, config=replace(head.config, **shared), tensors=tensors)
 
 
 def prepare(
@@ -103,7 +99,8 @@ def prepare(
     config = config | {"kind": kind}
     _refuse(config, draft_vocab, overrides)
     if draft_vocab is not None:
-        config["draft_vocab"] = draft_vocab.stored
+        ids = draft_vocab.ids
+        config["draft_vocab"] = draft_vocab.size if ids is None else list(ids)
     KINDS[kind].made_for(config, Path("config.json"), target)
     is_packed = any(isinstance(tensor, MLXPacked) for tensor in whole.values())
     return Head(KINDS[kind].title, config, tensors, own_dtype(whole), is_packed)
@@ -129,8 +126,8 @@ def _prepare_eagle(
     if head.target_ids is not None:
         offsets = (head.target_ids - np.arange(len(head.target_ids))).astype(np.int32)
         tensors["d2t"] = Stored("I32", offsets.shape, offsets.view(np.uint8))
-    title = head.family.title
-    return Head(title, config, tensors, own_dtype(head.tensors), notes=head.notes)
+    dtype = own_dtype(head.tensors)
+    return Head(head.family.title, config, tensors, dtype, notes=head.notes)
 
 
 def own_dtype(tensors: Tensors) -> mx.Dtype:
@@ -244,12 +241,17 @@ def _summary_of_eagle(title: str, c: Mapping[str, Any]) -> list[str]:
 
 
 def _destination(mlx_path: str, dtype: str | None) -> Path:
-    """The folder to write; ValueError if it is there already, or for an unknown dtype."""
+    """The folder to write; ValueError if it cannot be made, or for an unknown dtype."""
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"unknown dtype {dtype}; choose one of {', '.join(DTYPES)}")
     path = Path(mlx_path).expanduser()
     if path.exists():
         raise AlreadyThere(f"{mlx_path} is there already; remove it or choose another --mlx-path")
+    if path.is_symlink():
+        raise ValueError(
+            f"--mlx-path {path} is a link to {path.readlink()}, which does not exist: remove the "
+            "link, or name another folder."
+        )
     return path
 
 

@@ -44,11 +44,6 @@ class Trim:
             return cls(read, text)
         return cls(len(read), ids=tuple(map(int, read)))
 
-    @property
-    def stored(self) -> int | list[int]:
-        """The entry ``draft_vocab`` of drafters that score with their target's output matrix."""
-        return self.size if self.ids is None else list(self.ids)
-
 
 def count_tokens(text: str, target: TargetFolder) -> tuple[Counter[int], set[int]]:
     """The number of times that the file ``text`` has each token of a target, and its stops."""
