@@ -176,10 +176,13 @@ def to_pytorch(head: str, folder: str) -> dict[str, Any]:
     config = Eagle3Config.from_dict(values, source / "config.json")
     _check(config, head)
     weights = read_weights(source)
-    tensors = _tensors(config, weights)
+    offsets = weights.pop("d2t", None)
+    ids = draft_ids(offsets, config.draft_vocab_size, config.has_d2t, config.vocab_size)
+    maps = vocabulary_maps(mx.arange(config.vocab_size) if ids is None else ids, config.vocab_size)
+    named = {name.replace("layers.0.", "midlayer."): array for name, array in weights.items()}
     flat = _config(config, str(weights["fc.weight"].dtype).split(".")[-1])
     with new_folder(destination) as draft:
-        save_arrays(draft / "model.safetensors", tensors, layout="pt")
+        save_arrays(draft / "model.safetensors", named | maps, layout="pt")
         text = json.dumps(flat, indent=2) + "\n"
         (draft / "config.json").write_text(text, encoding="utf-8")
     return flat
@@ -199,15 +202,6 @@ def _check(config: Eagle3Config, head: str) -> None:
             f"{head} takes its output matrix from the target; convert its source again without "
             "--target"
         )
-
-
-def _tensors(config: Eagle3Config, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-    """The arrays by their official names, with both vocabulary maps."""
-    offsets = weights.pop("d2t", None)
-    ids = draft_ids(offsets, config.draft_vocab_size, config.has_d2t, config.vocab_size)
-    named = {name.replace("layers.0.", "midlayer."): array for name, array in weights.items()}
-    whole = mx.arange(config.vocab_size)
-    return named | vocabulary_maps(whole if ids is None else ids, config.vocab_size)
 
 
 def _config(c: Eagle3Config, dtype: str) -> dict[str, Any]:
