@@ -138,9 +138,10 @@ FORMATS = (
 
 
 def find_shards(folder: Path, patterns: Sequence[str]) -> list[Path]:
-    """The shards in a folder whose names match the first of ``patterns`` to match any; [] if none.
+    """The shards of a format in a folder; [] if there are none.
 
-    An index, named after the first, comes before. Raises ValueError if it names a missing shard.
+    They are those that the index names, or the files of the first of ``patterns`` that has any.
+    Raises ValueError if the index names a shard that is missing.
     """
     index = folder / f"{patterns[0]}.index.json"
     if index.exists():

@@ -197,7 +197,7 @@ def _entry(reader: _Reader) -> tuple[str, tuple[int, ...], int, int]:
 
 
 def _config(said: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
-    """The metadata in the keys of a config; before, they have none of the architecture."""
+    """The metadata ``said``, without the architecture in their keys, in the keys of a config."""
     config = renamed(said, {ARCHITECTURE: ARCHITECTURE, **layout.keys})
     scaling = renamed(said, SCALING_KEYS)
     for name, value in (config | scaling).items():

@@ -377,9 +377,14 @@ def _drop_early_stop(head: PublishedHead) -> None:
         tensors[name] = LazyTensor(tensors[name], lambda w: w[:h], shape)
 
 
-def is_output(name: str) -> bool:
-    """True for a matrix with a row for every draft token."""
-    return name == "lm_head.weight" or name.startswith("parallel_outputs.")
+def keep_outputs(tensors: dict[str, Tensor], kept: np.ndarray, num_tokens: int) -> None:
+    """Keep the rows ``kept`` (n,) of matrices with one for each of ``num_tokens`` tokens."""
+    rows = mx.array(kept)
+    for name, output in tensors.items():
+        is_output = name == "lm_head.weight" or name.startswith("parallel_outputs.")
+        if is_output and output.rows == num_tokens:
+            shape = (len(kept), *output.shape[1:])
+            tensors[name] = LazyTensor(output, lambda w: w[rows], shape)
 
 
 def _unpermute(rows: mx.array, num_heads: int) -> mx.array:
@@ -401,12 +406,7 @@ def _reorder(head: PublishedHead, config: Eagle3Config, ids: np.ndarray | None) 
                     turn = partial(_unpermute, num_heads=count)
                     tensors[name] = LazyTensor(matrix, turn, matrix.shape)
     if ids is not None:
-        rows = mx.array(ids)
-        for name in filter(is_output, tensors):
-            output = tensors[name]
-            if output.rows == config.vocab_size:
-                shape = (len(ids), *output.shape[1:])
-                tensors[name] = LazyTensor(output, lambda w: w[rows], shape)
+        keep_outputs(tensors, ids, config.vocab_size)
     if "mask_hidden" in tensors:  # (1, 1, F) in most files
         mask = tensors["mask_hidden"]
         tensors["mask_hidden"] = LazyTensor(mask, lambda w: w.reshape(-1), (mask.size,))
