@@ -200,9 +200,7 @@ def open_checkpoint(source: str, revision: str | None = None) -> DraftCheckpoint
         locate(source, (*CONFIG_FILES, *patterns), revision)
         shards = find_shards(folder, patterns)
         if shards:
-            tensors: dict[str, Tensor] = {}
-            for shard in shards:
-                tensors |= read(shard)
+            tensors: dict[str, Tensor] = {n: t for s in shards for n, t in read(s).items()}
             config = read_config(folder)
             return _checked(DraftCheckpoint(source, config, tensors, tuple(shards)), path)
     # The local cache may hold one of a repository's GGUF files, so that one must be named.

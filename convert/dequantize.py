@@ -227,9 +227,10 @@ def _in_parts(name: str, parts: Mapping[str, Stored], config: Mapping[str, Any])
             _check_parts(name, parts, form, weights)
             dtype = scale.format if scale.format in FLOATS else "BF16"
             dtype = "F32" if "weight_scale_2" in parts else dtype
-            shape = (numbers.rows, (form.columns or 0) * numbers.shape[1])
             if form.columns is None:
                 shape = _integer_shape(name, numbers, parts["weight_shape"])
+            else:
+                shape = (numbers.rows, form.columns * numbers.shape[1])
             written = [
                 *(own.get("block_structure") for own in weights),
                 entry.get("weight_block_size"),
