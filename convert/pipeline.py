@@ -332,8 +332,7 @@ def open_published(
     if is_converted(folder):
         raise ValueError(f"{source} is an already converted drafter: use the folder as it is")
     config = read_target_config(folder) if folder.is_dir() else {}
-    found = {name: kind.parts_of(config) for name, kind in KINDS.items()}
-    parts = {name: is_part for name, is_part in found.items() if is_part is not None}
+    parts = {n: is_part for n, kind in KINDS.items() if (is_part := kind.parts_of(config))}
     for name, is_part in parts.items():
         tensors, files = read_parts(source, is_part, revision)
         if tensors:

@@ -249,8 +249,7 @@ def mask_token(settings: Mapping[str, Any], vocab_size: int, has_mask: bool) -> 
     is_declared = (
         settings.get("speculators_model_type") == "peagle"
         or settings.get("parallel_drafting")
-        or "pard_token" in settings
-        or "ptd_token_id" in settings
+        or settings.keys() & {"pard_token", "ptd_token_id"}
         or any(P_EAGLE.match(name) for name in settings.get("architectures", ()))
     )
     if not has_mask:
