@@ -123,8 +123,7 @@ class TrainSettings:
         aliases=("--from",),
     )
     kind: str | None = setting(
-        "Kind of a fresh drafter (default: eagle3); with --init it follows from that, but peagle "
-        "makes one of an EAGLE-3 head."
+        "Kind of a fresh drafter (default eagle3), or peagle to make one of an EAGLE-3 --init."
     )
     fine_tune_type: str = setting(
         "Train all weights, or small matrices beside them.", "full", choices=("full", "lora")
@@ -136,8 +135,7 @@ class TrainSettings:
     adapter_path: str | None = setting("Adapters of the target, as mlx_lm.lora writes them.")
     trust_remote_code: bool = setting("Let the target bring code of its own.", False)
     dtype: str | None = setting(
-        "Floats of the target and of the head's computing (default: as stored; on a CPU float32).",
-        choices=DTYPES,
+        "Floats of target and head (default: as stored; on a CPU float32).", choices=DTYPES
     )
     mask_prompt: bool = setting("Learn from answers only (the default).", True)
     iters: int = setting("Batches to train for.", 1000, least=0)
@@ -164,17 +162,11 @@ class TrainSettings:
     depths: int | None = setting("Tokens that a P-EAGLE head drafts at once (default 8).", least=1)
     step_decay: float | None = setting("Step j weighs this to the power of j (default: by kind).")
     loss: str | None = setting(
-        "ce: cross-entropy; kl: divergence from the target; tv: the share that it rejects; l1: "
-        "twice that; a mix of these, ce=.1,tv=.9; lk-alpha, lk-lambda: acceptance losses "
-        "(default: by kind)."
+        "ce, kl, tv, l1, or a mix: ce=.1,tv=.9; or lk-alpha, lk-lambda (default: by kind)."
     )
-    labels: str | None = setting(
-        "Tokens that ce compares with: the text's, or the target's choices (default: by kind).",
-        choices=("text", "argmax"),
-    )
+    labels: str | None = setting("Labels of ce (default: by kind).", choices=("text", "argmax"))
     mtp_attention: str | None = setting(
-        "Slots that a step of MTP layers sees: as in decoding (default), or its own step's.",
-        choices=("decoded", "step"),
+        "Slots that a step of MTP layers sees (default decoded).", choices=("decoded", "step")
     )
     anchors: int | None = setting("Blocks of a text, new in each epoch (default 128).", least=1)
     block_size: int | None = setting("Slots of a fresh drafter's block (default 16).", least=2)
@@ -182,23 +174,17 @@ class TrainSettings:
         "Token of a fresh drafter's masked slots (default: the last that has no text).", least=0
     )
     position_weights: str | None = setting(
-        "Weights by position in a block: dpace, by how likely it is to be reached; decay, by "
-        "exp(-k / gamma) (default: by kind).",
-        choices=("dpace", "decay"),
+        "Weights by position in a block (default: by kind).", choices=("dpace", "decay")
     )
     gamma: float | None = setting(
         "Positions in which decay falls by e (default: by block).", range=POSITIVE
     )
     loss_divisor: str | None = setting(
-        "Divisor of a block's losses: the sum of weights, the number of rows, or of texts "
-        "(default rows; with decay weights, but with kl rows).",
-        choices=("weights", "rows", "texts"),
+        "Divisor of a block's losses (default: by kind).", choices=("weights", "rows", "texts")
     )
     kl_scale: float = setting("lk-lambda: share of cross-entropy where nothing is accepted.", 1.0)
     kl_decay: float = setting("lk-lambda: how fast that share falls with acceptance.", 1.0)
-    num_layers: int | None = setting(
-        "Layers of a fresh drafter (default: 1, of blocks 5).", least=1
-    )
+    num_layers: int | None = setting("A fresh drafter's layers (default 1, blocks 5).", least=1)
     draft_vocab_size: int | None = setting(
         "Tokens that a head can draft (default: of --init, or 32000, or all).", least=1
     )
