@@ -81,6 +81,10 @@ class DraftCheckpoint:
     def num_bytes(self) -> int:
         return sum(file.stat().st_size for file in self.files)
 
+    def arrays(self) -> dict[str, mx.array]:
+        """Read all of its tensors, each in its own type."""
+        return {name: tensor.read() for name, tensor in self.tensors.items()}
+
     def provenance(self) -> dict[str, Any]:
         """Its origin, for a config: the sha256 of each file; a folder here by its name only."""
         sums = {}

@@ -1,6 +1,5 @@
 """The whole conversion: open, recognise, resolve, trim, read, quantize, check, save."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_eagle.drafters.config import Eagle3Config
+from mlx_eagle.drafters.folder import write_files
 from mlx_eagle.drafters.kind import Tensors
 from mlx_eagle.drafters.kinds import KINDS, OTHERWISE, is_converted, recognise
 from mlx_eagle.drafters.quantize import Packing, Quantization, pack, shapes_of_matrices
@@ -22,7 +22,6 @@ from mlx_eagle.system.atomic_folder import AlreadyThere, new_folder
 from mlx_eagle.system.device import megabytes
 from mlx_eagle.system.hub import locate, upload
 from mlx_eagle.system.progress import Progress, silent
-from mlx_eagle.system.safetensors import save_arrays
 
 from .check import Report, check_head, load_model, measure_acceptance, rope_bases
 from .checkpoint import (
@@ -333,9 +332,7 @@ def measure(
 
 def save(head: Head, folder: Path, target: TargetFolder | None = None) -> None:
     """Write ``config.json``, ``model.safetensors`` and the target's tokenizer there."""
-    save_arrays(folder / "model.safetensors", head.weights)
-    text = json.dumps(head.config, indent=4, sort_keys=True)
-    (folder / "config.json").write_text(text + "\n", encoding="utf-8")
+    write_files(folder, head.config, head.weights)
     if target is not None and not target.copy_tokenizer(folder):
         print(f"warning: {target.name} has no tokenizer files to copy")
 

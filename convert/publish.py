@@ -28,6 +28,7 @@ CARD = "README.md"
 TAGS = ["mlx", "speculative-decoding", "draft-model"]
 # The keys that the hub reads about a licence; the last two belong to `license: other`.
 LICENSE_KEYS = ("license", "license_name", "license_link")
+USAGE = "mlx_eagle.generate --model TARGET --draft-model THIS_FOLDER --prompt Hello"
 WHAT_IT_IS = (
     "for speculative decoding, {made} by mlx-eagle. It is no model of its own: it drafts tokens "
     "that its target accepts or replaces."
@@ -87,11 +88,12 @@ def card(
     return "\n\n".join([head, f"# {name}", title, f"| | |\n|---|---|\n{table}", *sections]) + "\n"
 
 
-def by_depth(first: str, heads: Sequence[str], rows: Mapping[str, Sequence[str]]) -> str:
-    """A table of named figures by depth; ``first`` is the heading of the names."""
-    lines = [[first, *heads], *([name, *figures] for name, figures in rows.items())]
-    shown = [f"| {' | '.join(line)} |".replace("|  |", "| |") for line in lines]
-    return "\n".join([shown[0], "|---" * len(lines[0]) + "|", *shown[1:]])
+def by_depth(rows: Mapping[str, Sequence[float]]) -> str:
+    """A table of named figures for each depth k from 1."""
+    depths = range(1, len(next(iter(rows.values()))) + 1)
+    lines = [[name, *(f"{x:.3f}" for x in figures)] for name, figures in rows.items()]
+    shown = [f"| {' | '.join(line)} |" for line in [["k", *map(str, depths)], *lines]]
+    return "\n".join([shown[0], "|---" * (len(depths) + 1) + "|", *shown[1:]])
 
 
 def stored_as(config: Mapping[str, Any], otherwise: str = "not quantized") -> str:
@@ -142,6 +144,39 @@ def make_card(
         tags=[*TAGS, config["kind"]],
         **front,
     )
+
+
+def training_card(name: str, facts: Mapping[str, Any]) -> str:
+    """The card of a trained head; ``facts`` are those under ``training`` in its config."""
+    covered = f"{facts['draft_vocab_size']} tokens, {facts['coverage']:.2%} of the answers"
+    recipe = f"loss {facts['loss']}, learning rate {facts['learning_rate']:g}"
+    if facts["ttt_steps"]:
+        recipe += f", training-time test of {facts['ttt_steps']} steps"
+    shown = {
+        "Target": facts["target"],
+        "Began as": facts["init"] or "a fresh head",
+        "Sequences": facts["num_sequences"],
+        "Batches": f"{facts['iterations']} of {facts['batch_size']}",
+        "Tokens seen": facts["trained_tokens"],
+        "Draft vocabulary": covered,
+        "Recipe": recipe,
+    }
+    sections = []
+    length = "mean acceptance length"
+    if found := facts["evaluation"]:
+        rows = {"match at that depth": found["match"], length: found["lengths"]}
+        title = f"On {found['num_sequences']} sequences that were held out:"
+        sections += [title, by_depth(rows)]
+    if found := facts["generated"]:
+        before = facts["generated_before"]
+        rows = {} if before is None else {f"{length} before": before["lengths"]}
+        title = (
+            f"Decoding {found['num_answers']} held-out prompts greedily, up to "
+            f"{found['max_tokens']} tokens each:"
+        )
+        sections += [title, by_depth(rows | {length: found["lengths"]})]
+    title = f"A draft head {WHAT_IT_IS.format(made='trained')}"
+    return card(name, title, shown, [*sections, f"```\n{USAGE}\n```"])
 
 
 SAME = (

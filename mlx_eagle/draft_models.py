@@ -5,7 +5,7 @@ All kinds of drafters come together here; the loop uses them by their interface.
 
 import hashlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -154,8 +154,7 @@ def _open_published(
 
         checkpoint = open_checkpoint(str(path))
         if mtp.recognise(checkpoint.tensors, checkpoint.config):
-            arrays = {name: tensor.read() for name, tensor in checkpoint.tensors.items()}
-            return mtp.load_mtp(arrays, model, options)
+            return mtp.load_mtp(checkpoint.arrays(), model, options)
     packing = options.quantization(model)
     if options.quantize_bits is None and _is_packed(path):
         packing = Quantization()  # what is packed stays as it is
@@ -205,11 +204,12 @@ def _open_known(
     return LOOKUP, LookupDrafter()
 
 
-def known_pairs(target: str) -> Iterator[Pair]:
+def known_pairs(target: str, num_steps: int = 0) -> Iterator[Pair]:
     """The drafters that "auto" tries for a target, a folder or hub repo id, in this order.
 
     Rows of the table of pairs, by the target's name, else by those of the models that it was
     converted from; layers of its own; rows whose layout nobody has seen, which are never first.
+    Then those of the models that it was made from in any way, ``num_steps`` back.
     """
     rows = _rows(target)
     seen = [row for row in rows if row.is_seen]
@@ -219,6 +219,23 @@ def known_pairs(target: str) -> Iterator[Pair]:
         yield Pair(target, own, "the target's", own, None)
     if seen or own is not None:
         yield from (row for row in rows if not row.is_seen)
+    base = made_from(snapshot_of(target)[0])[0] if num_steps else None
+    if base is not None:
+        yield from known_pairs(base, num_steps - 1)
+
+
+def known_drafter(target: str, kinds: Collection[str]) -> str:
+    """The first seen drafter of these kinds for a target, or for what that was made from.
+
+    Raises ValueError if none is known.
+    """
+    for pair in known_pairs(target, MOST_STEPS):
+        if pair.is_seen and pair.kind in kinds:
+            return pair.head
+    raise ValueError(
+        f"no drafter is known that could be trained for {target}, or for a model that it was made "
+        "from: name one with --init, or leave it out for a fresh one."
+    )
 
 
 def _rows(target: str) -> list[Pair]:

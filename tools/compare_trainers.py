@@ -37,14 +37,13 @@ from mlx_eagle.drafters.head_weights import fuse_weights, split_weights
 from mlx_eagle.train.answers import regenerate
 from mlx_eagle.train.batches import BatchOrder, TokenBatch, make_batch
 from mlx_eagle.train.data import read_data, read_examples
-from mlx_eagle.train.draft_vocabulary import resized_vocabulary
-from mlx_eagle.train.eagle3 import Eagle3Recipe
 from mlx_eagle.train.evaluation import Evaluation, evaluate
-from mlx_eagle.train.kinds import filled
+from mlx_eagle.train.given import open_given
+from mlx_eagle.train.kinds import begin, filled
 from mlx_eagle.train.optimizer import BETAS, TrainStep, learning_rate
 from mlx_eagle.train.settings import TrainSettings
-from mlx_eagle.train.student import Student, fresh_student, student_from
-from mlx_eagle.train.teacher import Teacher, load_target
+from mlx_eagle.train.student import Student
+from mlx_eagle.train.teacher import load_target
 
 OURS = "layers.0."  # beginning of the names of a layer's tensors here
 THEIRS = "midlayer."  # the same in SpecForge
@@ -175,15 +174,9 @@ def compare(settings: TrainSettings, report=lambda line: None) -> Comparison:
         answers = Path(settings.output) / "answers"
         rows = regenerate(rows, answers, model, tokenizer, settings.answers())
     examples = read_examples(rows, tokenizer, config["vocab_size"], settings.max_seq_length)
-    if settings.init is not None:
-        student = student_from(settings.init, model, settings.model)
-    else:
-        size = settings.draft_vocab_size or min(32000, config["vocab_size"])
-        none = np.array([], np.int32)
-        ids = resized_vocabulary(examples.train, none, size, config["vocab_size"])
-        student = fresh_student(model, config, ids, settings)
-    teacher = Teacher(model, student.taps, student.ids, needs_sums=False)
-    recipe = Eagle3Recipe(settings, student, model, None, examples)
+    given = None if settings.init is None else open_given(settings.init, settings.model)
+    student, make_recipe = begin(settings, given, model, config, examples)
+    recipe = make_recipe(settings)
 
     def evaluation() -> Evaluation:
         return evaluate(recipe, examples.valid, settings.batch_size)
@@ -197,7 +190,7 @@ def compare(settings: TrainSettings, report=lambda line: None) -> Comparison:
     for number in range(settings.iters):
         batch = make_batch(examples.train, order.batch(number))
         begun = time.perf_counter()
-        features, targets = teacher.teach(batch, settings.ttt_steps)
+        features, targets = recipe.teach(batch, 0)
         rate = learning_rate(number, settings.iters, settings.learning_rate, settings.warmup)
         ours = np.array(step(mx.array(batch.tokens), features, targets, rate, 1)[0])
         between = time.perf_counter()

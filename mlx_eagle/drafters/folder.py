@@ -1,8 +1,9 @@
-"""Folder of a converted drafter: reading its files and filling a module with them.
+"""Folder of a converted drafter: its files, read and written, and a module filled with them.
 
 A converted folder holds a ``config.json`` that names its ``kind`` and a ``model.safetensors``.
 """
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,10 +15,11 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from ..system.atomic_folder import new_file
 from ..system.cli_values import GROUP_SIZES, QUANTIZED_BITS
 from ..system.fields import BOOL, OBJECT, TEXT, FieldType, Table, check, is_whole, shown, whole
 from ..system.json_file import read_object
-from ..system.safetensors import read_header
+from ..system.safetensors import read_header, save_arrays
 from .kind import LoadOptions, Tensors
 from .quantize import quantize_now
 from .target_parts import TargetSizes
@@ -131,6 +133,25 @@ def read_weights(folder: Path) -> dict[str, mx.array]:
             "it again."
         ) from err
     return dict(loaded)
+
+
+def write_files(
+    folder: Path,
+    config: Mapping[str, Any],
+    weights: Mapping[str, mx.array] | None = None,
+    layout: str = "mlx",
+) -> None:
+    """Write the files of a drafter into ``folder``, each completely or not at all.
+
+    Without ``weights``, those that are there stay as they are; ``layout`` is as in
+    ``save_arrays``. Raises OSError where they do not fit.
+    """
+    if weights is not None:
+        with new_file(folder / "model.safetensors") as draft:
+            save_arrays(draft, weights, layout)
+    with new_file(folder / "config.json") as draft:
+        text = json.dumps(config, indent=4, sort_keys=layout == "mlx") + "\n"
+        draft.write_text(text, encoding="utf-8")
 
 
 def shapes_of(module: nn.Module) -> dict[str, tuple[int, ...]]:

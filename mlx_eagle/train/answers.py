@@ -33,7 +33,7 @@ from .settings import AnswerSettings
 from .teacher import load_target
 
 
-class Question(NamedTuple):
+class AskedPrompt(NamedTuple):
     """A row whose ``messages`` are to be answered, its place in the data, and its ``tokens``."""
 
     number: int
@@ -85,7 +85,7 @@ def _answers(
     model: nn.Module,
     tokenizer: TokenizerWrapper,
     temp: float,
-    questions: Iterable[Question],
+    questions: Iterable[AskedPrompt],
     settings: AnswerSettings,
 ) -> Iterator[Fields]:
     """Answer questions at one temperature, ``rows`` at once; yield a row of data for each."""
@@ -97,7 +97,7 @@ def _answers(
         completion_batch_size=settings.rows,
     )
     waiting = iter(questions)
-    running: dict[int, tuple[Question, list[int]]] = {}
+    running: dict[int, tuple[AskedPrompt, list[int]]] = {}
     with closing(generator):
         while True:
             # Those that wait here have no caches yet.
@@ -140,7 +140,7 @@ def answer_file(
     are not given again. If no bar can be drawn, a line is printed every ``report_seconds``.
     """
     asked = [
-        Question(i, row, prompt_of(where, row["messages"], row, tokenizer))
+        AskedPrompt(i, row, prompt_of(where, row["messages"], row, tokenizer))
         for i, (where, row) in enumerate(read_questions(rows).items())
     ]
     Random(settings.seed).shuffle(asked)

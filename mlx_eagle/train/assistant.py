@@ -11,13 +11,15 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import KVCache
 
+from ..convert.layouts import HeadFiles
 from ..drafters.assistant import FULL, ORDERING, SLIDING, Assistant, sources, text_of
 from .chains import ChainRecipe, ChainTargets
 from .chunks import Arrays, run_step
 from .given import Given
+from .recipe import GivenRecipe
 from .settings import TrainSettings
-from .student import HeadFiles, Student
-from .teacher import ROWS_AT_ONCE
+from .student import Student
+from .teacher import ROWS_AT_ONCE, Teacher
 from .unroll import known_tokens
 
 TABLE = "embed_tokens."
@@ -27,11 +29,11 @@ FROZEN = (TABLE, CENTROIDS, "layer_scalar")
 """Tables that clusters of tokens are made of, and what Transformers has as a buffer."""
 
 
-class AssistantRecipe(ChainRecipe):
+class AssistantRecipe(ChainRecipe, GivenRecipe):
     """An assistant: its own table gives the logits, the target's rows the keys and values."""
 
     def __init__(self, settings: TrainSettings, student: Student, model: nn.Module, given: Given):
-        super().__init__(settings, student, model, given)
+        super().__init__(settings, student, model, given, Teacher(model, ()))
         self._text = text_of(model)
         self._sources = sources(student.head.config, self._text)
         self._window = self._text.args.sliding_window

@@ -7,10 +7,9 @@ from functools import lru_cache
 
 import numpy as np
 
-from .compiled import padded
 from .data import Example
 
-PAD_TO = 64  # tokens: where steps are compiled, lengths of batches are multiples of this or more
+PAD_TO = 64  # tokens: texts of a batch differ by up to this
 
 
 @dataclass(frozen=True)
@@ -67,22 +66,13 @@ class BatchOrder:
         return batches
 
 
-def padded_length(length: int) -> int:
-    """Return the length that a batch with texts of ``length`` tokens is padded to.
-
-    Compiled steps need few different lengths: sixteen up to 2048, and four in every doubling
-    beyond.
-    """
-    return padded(length, max(PAD_TO, 2 ** ((length - 1).bit_length() - 3)))
-
-
 def make_batch(
     examples: Sequence[Example], numbers: Sequence[int], rank: int = 0, num_ranks: int = 1
 ) -> TokenBatch:
     """Make a batch of the examples with these ``numbers``; each rank takes its share of them."""
     longest = max(len(examples[i].tokens) for i in numbers)
     own = tuple(numbers[rank::num_ranks])
-    shape = (len(own), padded_length(longest))
+    shape = (len(own), longest)
     tokens = np.zeros(shape, np.int32)
     counts = np.zeros(shape, bool)
     for row, number in enumerate(own):

@@ -4,134 +4,36 @@ Chen et al. 2026, DFlash. A block sees the target's features of the tokens befor
 itself. The drafter's own layers compute it, and its own choices are evaluated.
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_flatten
-from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx.nn.losses import cross_entropy
 
-from ..drafters.block_config import BlockConfig
-from ..drafters.dflash import BlockAttention, DFlashHead, seen_by
+from ..drafters.dflash import BlockAttention, seen_by
 from ..drafters.target_parts import find_embedding
 from .batches import TokenBatch
 from .chunks import (
     CHUNK_BYTES,
     Arrays,
     chunk_rows,
-    eval_in_chunks,
     in_chunks,
     run_step,
     with_weights,
 )
-from .compiled import is_compiled
-from .given import Given, write_files
-from .losses import TINY, label_entropies
+from .given import Given
+from .losses import TINY
 from .recipe import GivenRecipe
 from .settings import TrainSettings
-from .student import Student, target_sizes
-from .teacher import HiddenTeacher
+from .student import Student
+from .teacher import Teacher
 
 KEPT = 0.5  # of D-PACE: the least that a position passes on
 GAMMAS = ((8, 4.0), (10, 5.0), (16, 7.0))  # of decay, for blocks of up to so many slots
-LAYERS = 5  # of a fresh head, and of the target that it taps
-BLOCK = 16  # slots of a fresh head's block
-SPREAD = 0.02  # standard deviation of a fresh head's matrices
-ENOUGH = 20e6  # tokens of answers that a fresh head should see, at least
 AT_ONCE = 64  # blocks of a text in an evaluation, at most
-SAME = "hidden_size head_dim intermediate_size vocab_size rms_norm_eps rope_theta"
-"""Fields that published configs call the same."""
 FROZEN = ("embed_tokens.", "lm_head.", "attention_sink_bias", "layer_scalar")
 """Tables, output matrices and scalars, which are not trained."""
-
-
-def fresh_fields(
-    settings: TrainSettings, model: nn.Module, model_config: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return the fields of a new drafter's ``BlockConfig``, with the target's sizes."""
-    embedding, vocab_size = find_embedding(model)
-    depth = len(model.layers)
-    layers = [round(1 + i * max(0, depth - 4) / max(1, LAYERS - 1)) for i in range(LAYERS)]
-    return target_sizes(model_config, embedding, settings) | {
-        "num_layers": settings.num_layers or LAYERS,
-        "vocab_size": vocab_size,
-        "draft_vocab_size": vocab_size,
-        "taps": tuple(sorted({min(layer, depth - 1) + 1 for layer in layers})),
-        "mask_token_id": settings.mask_token_id,
-        "block_size": settings.block_size or BLOCK,
-    }
-
-
-Fresh = tuple[DFlashHead, dict[str, Any], dict[str, mx.array]]
-"""A new head, its published config, and arrays that do not begin at random, by last names."""
-
-
-def write_fresh(
-    folder: Path,
-    make: Callable[[dict[str, Any]], Fresh],
-    settings: TrainSettings,
-    model: nn.Module,
-    model_config: Mapping[str, Any],
-) -> None:
-    """Write the head that ``make`` makes of ``fresh_fields`` into ``folder``, as published.
-
-    Its matrices are random, by the seed.
-    """
-    head, values, arrays = make(fresh_fields(settings, model, model_config))
-    keys = mx.random.split(mx.random.key(settings.seed), 1000)
-    drawn = {}
-    for number, (name, array) in enumerate(tree_flatten(head.parameters())):
-        own = next((made for last, made in arrays.items() if last in name.split(".")), None)
-        if own is None and array.ndim > 1:
-            own = SPREAD * mx.random.normal(array.shape, key=keys[number])
-        drawn[name] = mx.ones(array.shape) if own is None else mx.broadcast_to(own, array.shape)
-    folder.mkdir()
-    write_files(folder, values, drawn, "pt")
-
-
-def fresh_dflash(fields: dict[str, Any]) -> Fresh:
-    """Make a DFlash head, as z-lab publishes them."""
-    config = BlockConfig(**fields)
-    return DFlashHead(config), flat_values(config, "DFlashDraftModel"), {}
-
-
-def layer_values(config: Any, same: Iterable[str] = SAME.split()) -> dict[str, Any]:
-    """Return the part of a published config that says what the layers are.
-
-    ``same`` are the fields that it calls as ours.
-    """
-    return {name: getattr(config, name) for name in same} | {
-        "model_type": "qwen3",
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "layer_types": ["full_attention"] * config.num_layers,
-    }
-
-
-def flat_values(config: BlockConfig, name: str, **inside: Any) -> dict[str, Any]:
-    """Return a published config in z-lab's layout, for the architecture ``name``."""
-    ids = [tap - 1 for tap in config.taps]
-    inside |= {"mask_token_id": config.mask_token_id, "target_layer_ids": ids}
-    values = {"architectures": [name], "block_size": config.block_size, "dflash_config": inside}
-    return layer_values(config) | values
-
-
-def mask_token(given: int | None, tokenizer: TokenizerWrapper, vocab_size: int) -> int:
-    """Return the token of masked slots: the last row of the embedding that names no token."""
-    known = set(tokenizer.get_vocab().values())
-    free = [given] if given is not None else sorted(set(range(vocab_size)) - known)
-    reserved = {tokenizer.pad_token_id, *tokenizer.eos_token_ids}
-    if not free or free[-1] in reserved or free[-1] >= vocab_size:
-        found = "every row of the embedding is a token" if given is None else f"{given} cannot be"
-        raise ValueError(
-            f"{found}, and masked slots need one that no text has: name a token below "
-            f"{vocab_size} by --mask-token-id, neither padding nor an end of text."
-        )
-    return int(free[-1])
 
 
 class BlockTargets(NamedTuple):
@@ -163,7 +65,7 @@ def anchors_of(batch: TokenBatch, num_anchors: int, seed: int, epoch: int) -> np
         dice = np.random.default_rng([seed, epoch, number])
         chosen = dice.permutation(pool + 1)[:num_anchors]
         drawn.append(np.sort(chosen))
-    most = num_anchors if is_compiled() else max(1, *(len(own) for own in drawn))
+    most = max(1, *map(len, drawn))
     return np.stack([np.pad(own, (0, most - len(own)), constant_values=-1) for own in drawn])
 
 
@@ -180,7 +82,7 @@ class BlockRecipe(GivenRecipe):
         self.config = config = student.head.config
         num_tokens = find_embedding(model)[1]
         ids = student.ids if len(student.ids) < num_tokens else None
-        self.teacher = HiddenTeacher(model, student.taps, ids)
+        self.teacher = Teacher(model, student.taps, ids)
         self.depth = config.longest_draft
         self.weights = mx.ones(1)
         self.drafter = student.drafter
@@ -199,7 +101,7 @@ class BlockRecipe(GivenRecipe):
         ``before`` and ``labels`` (m, D) are as in ``BlockTargets``, ``final`` (m, D, h) the states
         that enter the target's output. D-PACE weighs by the first losses.
         """
-        return [label_entropies(self.drafter.logits(states).astype(mx.float32), labels)]
+        return [cross_entropy(self.drafter.logits(states).astype(mx.float32), labels)]
 
     def teach(
         self, batch: TokenBatch, epoch: int, num_ranks: int = 1
@@ -224,26 +126,14 @@ class BlockRecipe(GivenRecipe):
             asked *= np.cumprod(known >= 0, axis=-1)
             labels = np.maximum(known, 0)
         else:
-            labels = self._choices(features, rows)
+            used, back = np.unique(rows, return_inverse=True)
+            final = self.teacher.final(features, mx.array(used, mx.int32))
+            labels = self.teacher.choices(final, self.teacher.output)[back].reshape(rows.shape)
         whole = (drawn, rows, batch.tokens[texts, inside], labels)
         counts = mx.array([float(asked.sum())])
         return features, BlockTargets(
             *(mx.array(part, mx.int32) for part in whole), mx.array(asked), counts
         )
-
-    def _choices(self, features: mx.array, rows: np.ndarray) -> np.ndarray:
-        """Return the target's choices after positions, numbered b * T + i."""
-        used, back = np.unique(rows, return_inverse=True)
-        states = self._final(features, mx.array(used, mx.int32))
-        output = self.teacher.output
-        found = eval_in_chunks(
-            lambda x: mx.argmax(output(x), axis=-1), states, len(self.student.ids)
-        )
-        return np.array(found)[back].reshape(rows.shape)
-
-    def _final(self, features: mx.array, rows: mx.array) -> mx.array:
-        """Return the states that enter the target's output at positions ``rows``."""
-        return features.reshape(-1, features.shape[-1])[rows, -self._width :]
 
     @property
     def _at_once(self) -> int:
@@ -258,7 +148,7 @@ class BlockRecipe(GivenRecipe):
 
         def compare(begin: int, rows: Arrays) -> Arrays:
             before, labels, places = (x[begin : begin + len(rows[0])] for x in slots)
-            return self.compare(rows[0], before, labels, self._final(features, places))
+            return self.compare(rows[0], before, labels, self.teacher.final(features, places))
 
         found = with_weights(head, self.parts, compare, [states], self._at_once, again=False)
         asked = targets.asked.reshape(-1, self.depth)
@@ -289,7 +179,8 @@ class BlockRecipe(GivenRecipe):
         block = self.config.block_size
         width = self._width
         places = mx.maximum(anchors, 0)
-        context = head.hidden_norm(head.fc(features[..., :-width].astype(embeddings.dtype)))
+        taps = features[..., : -self.teacher.width]
+        context = head.hidden_norm(head.fc(taps.astype(embeddings.dtype)))
         first = mx.take_along_axis(embeddings, places[..., None], axis=1).reshape(-1, 1, width)
         masks = mx.broadcast_to(self._mask.astype(first.dtype), (len(first), block - 1, width))
         x = mx.concatenate([first, masks], axis=1)

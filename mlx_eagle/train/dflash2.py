@@ -5,20 +5,15 @@ own confidences. Which tokens are candidates is not learnt from; the target's ch
 one's place where it is not among them.
 """
 
-from typing import Any
-
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.nn.losses import cross_entropy
 
-from ..drafters.dflash2 import DFlash2Config, DFlash2Head
-from .block import BlockRecipe, Fresh, flat_values
+from .block import BlockRecipe
 from .chunks import Arrays
 from .given import Given
-from .losses import label_entropies
 from .settings import TrainSettings
 from .student import Student
-
-RANK = 256  # of a fresh head's codebooks
 
 
 class DFlash2Recipe(BlockRecipe):
@@ -44,20 +39,4 @@ class DFlash2Recipe(BlockRecipe):
         rows = (x.reshape(-1, *x.shape[2:]) for x in (before, logits, states, candidates))
         scores = self.drafter.scores(*rows).astype(mx.float32).reshape(candidates.shape)
         place = mx.argmax(candidates == labels[..., None], axis=-1)
-        return [label_entropies(logits, labels), label_entropies(scores, place)]
-
-
-def fresh(fields: dict[str, Any]) -> Fresh:
-    """Make a head, as z-lab publishes them; its convolutions change nothing."""
-    c = DFlash2Config(**fields, selector_rank=min(RANK, fields["hidden_size"]))
-    values = flat_values(
-        c,
-        "DFlash2DraftModel",
-        conv_kernel_size=c.kernel_size,
-        conv_group_size=c.group_size,
-        selector_rank=c.selector_rank,
-        selector_top_k=c.top_k,
-    )
-    first = (mx.arange(c.kernel_size) == 0)[:, None].astype(mx.float32)
-    kernels = {"base_kernel": first, "kernel_projection": mx.array(0.0)}
-    return DFlash2Head(c), values | {"is_causal": False}, kernels
+        return [cross_entropy(logits, labels), cross_entropy(scores, place)]

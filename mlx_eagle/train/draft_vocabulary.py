@@ -9,6 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from ..drafters.output_rows import indices_in
 from ..drafters.target_parts import find_embedding, rows_of_lm_head
 from .data import Example
 from .student import Student
@@ -64,11 +65,9 @@ def resized(student: Student, model: nn.Module, ids: np.ndarray) -> Student:
     else:
         old = np.array(student.ids)
         known = np.isin(ids, old)
-        order = np.argsort(old)  # the ids of a head need not be in order
-        own = np.array(head.lm_head.weight, np.float64)[order]
-        own = own[np.isin(old[order], ids)]
+        own = np.array(head.lm_head.weight, np.float64)[indices_in(ids, old)]
         weight = own
-        if not known.all():
+        if not known.all():  # lstsq takes five times as long
             rows = np.pad(np.array(theirs, np.float64), [(0, 0), (0, 1)], constant_values=1)
             seen = rows[known].T @ rows[known]
             seen += np.eye(len(seen)) * (RIDGE * np.trace(seen) / len(seen))

@@ -5,16 +5,11 @@ distribution, and cross-entropy of the confidence head with the share that would
 Before each slot stands the text's token.
 """
 
-from typing import Any
-
 import mlx.core as mx
 
-from ..drafters.dspark import DSparkConfig, DSparkHead
-from .block import BlockRecipe, Fresh, layer_values
+from .block import BlockRecipe
 from .chunks import Arrays
 from .losses import mixed_losses
-
-RANK = 256  # of a fresh head's Markov head
 
 
 class DSparkRecipe(BlockRecipe):
@@ -35,7 +30,7 @@ class DSparkRecipe(BlockRecipe):
             tokens = before[:, slot]
             logits, carried = drafter.after(tokens, carried, *(part[:, 0] for part in own))
             rows.append(logits)
-        probs = mx.softmax(self.teacher.output(final).astype(mx.float32), axis=-1)
+        probs = self.teacher.probs(final)
         logits = mx.stack(rows, axis=1)[..., : probs.shape[-1]].astype(mx.float32)
         loss = mixed_losses(self.settings.losses().terms, logits, probs, labels)
         sure = drafter.confidence_logits(states, before)
@@ -43,22 +38,3 @@ class DSparkRecipe(BlockRecipe):
             return [loss]
         kept = mx.minimum(probs, mx.softmax(logits, axis=-1)).sum(axis=-1)
         return [loss, mx.logaddexp(0, sure) - mx.stop_gradient(kept) * sure]
-
-
-def fresh(fields: dict[str, Any]) -> Fresh:
-    """Make a head, as speculators publishes them."""
-    rank = min(RANK, fields["hidden_size"])
-    c = DSparkConfig(**fields, first_slot=0, markov_rank=rank, confidence="markov")
-    proposal = {"proposal_type": "greedy", "speculative_tokens": c.longest_draft}
-    same = ("mask_token_id", "block_size", "draft_vocab_size", "markov_rank")
-    values = {name: getattr(c, name) for name in same} | {
-        "architectures": ["DSparkDraftModel"],
-        "speculators_model_type": "dspark",
-        "speculators_config": {"algorithm": "dspark", "proposal_methods": [proposal]},
-        "transformer_layer_config": layer_values(c),
-        "aux_hidden_state_layer_ids": list(c.taps),
-        "sample_from_anchor": True,
-        "markov_head_type": c.markov_kind,
-        "confidence_head_with_markov": True,
-    }
-    return DSparkHead(c), values, {}

@@ -2,36 +2,43 @@
 
 import shutil
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx.nn.losses import cross_entropy
 from mlx.utils import tree_flatten
 
+from ..convert.layouts import HeadFiles, as_it_came, as_speculators_do
 from ..drafters.head_weights import split_weights
-from ..drafters.target_parts import find_embedding
+from ..drafters.target_parts import find_embedding, rows_of_lm_head
 from ..system.ranks import is_first
 from .batches import TokenBatch
+from .chains import ChainRecipe, ChainTargets, chain_targets
+from .chunks import Arrays
 from .data import Examples
 from .draft_vocabulary import resized, resized_vocabulary
-from .given import Given, write_published
-from .losses import TargetBatch, step_losses
+from .given import Given
+from .losses import acceptance_loss
 from .memory import amount
-from .published_head import published_files
-from .recipe import Recipe
 from .settings import CACHE_BITS, TrainSettings
-from .student import HeadFiles, Student, fresh_student, packed, student_from
+from .student import Student, fresh_student
 from .teacher import Teacher, cache_name
 from .unroll import unroll
 
 DEFAULT_VOCABULARY = 32000  # tokens, as in published heads
-NEVER_QUANTIZED = ("embed_tokens.weight",)  # of a head's own matrices
+EMBEDDING = "embed_tokens."  # of names of a head's own table, which only P-EAGLE heads learn
 
 
-class Eagle3Recipe(Recipe):
-    """An EAGLE head and its teacher."""
+class Eagle3Recipe(ChainRecipe):
+    """An EAGLE head, whose drafts are compared with distributions of the target.
+
+    Losses are normalised as in EAGLE-3's trainers: SpecForge's Eagle3 model, its
+    ``LogSoftmaxLoss`` and its LK losses.
+    """
 
     def __init__(
         self,
@@ -41,65 +48,121 @@ class Eagle3Recipe(Recipe):
         given: Given | None,
         examples: Examples,
     ):
-        super().__init__(settings, student, model, given)
-        self.teacher = make_teacher(settings, model, student, examples)
+        teacher = make_teacher(settings, model, student, examples)
+        super().__init__(settings, student, model, given, teacher)
+        self._ids = np.array(student.ids)
 
     def teach(
         self, batch: TokenBatch, epoch: int, num_ranks: int = 1
-    ) -> tuple[mx.array, TargetBatch]:
-        return self.teacher.teach(batch, self.depth, num_ranks)
+    ) -> tuple[mx.array, ChainTargets]:
+        features = self.teacher.read(batch)
+        shape = batch.tokens.shape
+        rows = self.counted(batch, features)
+        targets = chain_targets(rows, np.zeros_like(rows), shape, self.depth)
+        num_slots = batch.size * batch.longest / num_ranks
+        return features, targets._replace(num_slots=mx.array(num_slots))
 
-    def losses(
+    def counted(self, batch: TokenBatch, features: mx.array) -> np.ndarray:
+        """Return the slots that count and whose first draft can be the target's choice, (K,)."""
+        (rows,) = batch.counts.ravel().nonzero()
+        if not len(rows):
+            return rows
+        final = self.teacher.final(features, mx.array(rows + 1, mx.int32))
+        return rows[np.isin(self.teacher.choices(final, self.teacher.whole), self._ids)]
+
+    def steps(
         self, head: Any, embeddings: mx.array, features: mx.array, targets: Any
-    ) -> mx.array:
-        return step_losses(head, embeddings, features, targets, self.settings.losses())
+    ) -> Iterator[mx.array]:
+        given = features[..., : -self.teacher.width]
+        return unroll(head, embeddings, given, self.depth, bool(self.settings.grad_checkpoint))
 
-    def hidden(self, tokens: mx.array, features: mx.array) -> Iterator[mx.array]:
-        """Yield the hidden states (B, T, h) of each draft in a row."""
-        return unroll(self.student.head, self.student.embed(tokens), features, self.depth)
+    def output_parts(self) -> tuple[str, ...]:
+        return "norm", "lm_head"
 
-    def drafts(self, tokens: np.ndarray, rows: mx.array) -> np.ndarray:
-        steps = self.hidden(mx.array(tokens), self.teacher.features(tokens))
-        return self.chosen(steps, rows, lambda x: mx.argmax(self.student.head.logits(x), axis=-1))
+    def logits(self, head: Any, hidden: mx.array) -> mx.array:
+        return head.logits(hidden)
 
-    def _parameters(self) -> dict[str, mx.array]:
-        head = self.student.head
-        return split_weights(dict(tree_flatten(head.parameters())), head.config)
+    def compare(self, logits: mx.array, final: mx.array, labels: mx.array) -> Arrays:
+        probs = mx.broadcast_to(self.teacher.probs(final), logits.shape)
+        entropies = cross_entropy(logits, probs)
+        if self.settings.loss == "ce":
+            return list(entropies)
+        of_all = probs * self.teacher.shares(final)[:, None]
+        return [*entropies, *mx.minimum(of_all, mx.softmax(logits, axis=-1)).sum(axis=-1)]
+
+    def summed(self, found: Arrays, weights: Arrays, targets: ChainTargets) -> Arrays:
+        pairs = zip(found[: self.depth], weights, strict=True)
+        losses = [(x * own).sum() / targets.num_slots for x, own in pairs]
+        if self.settings.loss == "ce":
+            return losses
+        rates = zip(losses, found[self.depth :], weights, targets.counts, strict=True)
+        return [acceptance_loss(*each, self.settings.losses()) for each in rates]
+
+    def _stored(self, parameters: Any, dtype: mx.Dtype) -> dict[str, mx.array]:
+        """Return parameters in ``dtype``, by their names in a converted folder."""
+        stored = split_weights(dict(tree_flatten(parameters)), self.student.head.config)
+        return {name: array.astype(dtype) for name, array in stored.items()}
 
     def files(self, notes: Mapping[str, Any], is_final: bool = False) -> HeadFiles:
         student = self.student
         config = student.head.config
-        arrays = self._parameters()
+        dtype = student.dtype if is_final else mx.float32
         values = config.to_dict() | dict(notes)
+        arrays = self._stored(student.head.parameters(), dtype)
         if is_final:
-            arrays = {name: array.astype(student.dtype) for name, array in arrays.items()}
-            entry, arrays = packed(arrays, self.settings, NEVER_QUANTIZED)
-            values |= entry
+            values, arrays = self.packed(values, arrays, (f"{EMBEDDING}weight",))
         if config.has_d2t:
             arrays["d2t"] = student.ids - mx.arange(len(student.ids), dtype=mx.int32)
         return values, arrays
 
-    def write_published(self, folder: Path) -> str:
-        came = None if self.given is None else self.given.published
-        found = published_files(self.student, self._parameters(), self.model, came)
-        return "" if found is None else write_published(folder, *found)
+    def published(self) -> HeadFiles | None:
+        """Return the head as it came, or else as speculators publish it, if they have words."""
+        student = self.student
+        head = student.head
+        if self.given is not None and self.given.published is not None:
+            learnt = self._stored(head.trainable_parameters(), mx.float32)
+            if found := as_it_came(self.given.published, learnt, student.ids):
+                return found
+        own = self._stored(head.parameters(), student.dtype)
+        if head.config.lm_head_source != "file":
+            own |= rows_of_lm_head(self.model, find_embedding(self.model)[0], student.ids)
+        return as_speculators_do(head.config, own, student.taps, student.ids)
 
 
 def make_student(
-    settings: TrainSettings, model: nn.Module, config: dict[str, Any], examples: Examples
+    settings: TrainSettings,
+    student: Student | None,
+    model: nn.Module,
+    config: dict[str, Any],
+    examples: Examples,
 ) -> Student:
-    """Make a fresh head, or take that of --init, with the draft vocabulary that is asked for."""
+    """Make a fresh head, or take that of --init, with the draft vocabulary that is asked for.
+
+    Raises ValueError for a head that is more than llama layers.
+    """
     _, vocab_size = find_embedding(model)
     size = settings.draft_vocab_size
-    if settings.init is None:
+    if student is None:
         size = size or min(DEFAULT_VOCABULARY, vocab_size)
         ids = resized_vocabulary(examples.train, np.array([], np.int32), size, vocab_size)
         return fresh_student(model, config, ids, settings)
-    student = student_from(settings.init, model, settings.model)
-    ids = np.array(student.ids)
-    if size in (None, len(ids)):
+    c = student.head.config
+    features = {
+        "has parallel heads": c.num_parallel_heads > 0,
+        "attends to a latent (MLA)": c.latent is not None,
+        "scales queries by their position": c.position_scale is not None,
+        "has layers of Gemma-4": c.branch_norms or c.values != "projected",
+    }
+    for feature in (name for name, holds in features.items() if holds):
+        raise ValueError(
+            f"{settings.init} {feature}, and only heads of llama layers are trained here: start "
+            "from another head, or from none."
+        )
+    if c.lm_head_source == "target_rows":  # they are learnt
+        student.head.config = replace(c, lm_head_source="file")
+    if size in (None, len(student.ids)):
         return student
-    ids = resized_vocabulary(examples.train, ids, size, vocab_size)
+    ids = resized_vocabulary(examples.train, np.array(student.ids), size, vocab_size)
     return resized(student, model, ids)
 
 
@@ -107,22 +170,21 @@ def make_teacher(
     settings: TrainSettings, model: nn.Module, student: Student, examples: Examples
 ) -> Teacher:
     """Make the teacher, with its cache if one is asked for and there is room for it."""
-    kind = settings.losses().kind
-    needs_sums = kind not in ("ce", "kl")
-    taught = (model, student.taps, student.ids)
-    teacher = Teacher(*taught, needs_sums)
+    if not student.taps:
+        raise ValueError("the head taps no layer of the target, so it cannot be taught.")
+    teacher = Teacher(model, student.taps, student.ids)
     if settings.cache_features is None:
         return teacher
     bits = settings.cache_bits
-    name = cache_name(examples, *taught, kind if needs_sums else "ce", bits)
+    name = cache_name(examples, model, student.taps, bits)
     cache = Path(settings.cache_features).expanduser() / name
     cache.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(cache).free
-    needed = teacher.cache_bytes(examples.train, student, bits)
+    needed = teacher.cache_bytes(examples.train, bits)
     taken = f"{cache} takes up to {amount(needed)}, and {amount(free)} are free"
     if needed > free and not any(cache.iterdir()):
         way_on = "leave out --cache-features"
-        if teacher.cache_bytes(examples.train, student, CACHE_BITS) <= free:
+        if teacher.cache_bytes(examples.train, CACHE_BITS) <= free:
             way_on = f"give --cache-bits {CACHE_BITS}, or {way_on}"
         raise ValueError(f"{taken}: {way_on}.")
     if is_first():

@@ -9,10 +9,13 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.tuner.lora import LoRALinear
 from mlx_lm.utils import dequantize_model
 
+from ..decoding.setup import AUTO
+from ..draft_models import known_drafter
 from ..drafters.kinds import KINDS
 from ..drafters.mtp import FLOAT32
 from ..drafters.pairs import drafters_for
@@ -21,14 +24,15 @@ from ..system.cli_values import flag_of
 from ..system.ranks import is_first
 from . import assistant, block, dflash2, dspark, eagle3, mtp, peagle
 from .data import Examples
-from .given import Given, converted, open_given
-from .lora import add_lora, train_only
-from .memory import NeedsOf, needs_of, needs_of_drafter
+from .given import Given, open_given
+from .memory import NeedsOf, needs_of
 from .recipe import Recipe
 from .settings import MIXED, TrainSettings
-from .student import Student
+from .student import FRESH, Student, write_fresh
 
 LORA_RATE = 2e-4  # learning rate of lora, whatever the kind
+FRESH_RATE = 6e-4  # learning rate of a fresh drafter of blocks
+ENOUGH = 20e6  # tokens of answers that one should see, at least
 WHOLE = ("norm", "embed_tokens", "markov_head", "confidence_head", "candidate_selector")
 """Parts of heads that lora leaves as they are."""
 
@@ -38,43 +42,35 @@ class TrainedKind:
     """A kind that is trained.
 
     ``recipe`` makes its recipe of settings, student, model and the drafter that it begins with.
-    EAGLE heads have a ``make_student`` of their own, and their recipes take the examples, too.
-    ``more`` are settings that have parameters trained, too, with a part of their names.
-    A kind ``of`` another in ``KINDS`` trains those of its drafters that it ``claims``, and makes
-    one of the others where it is asked for; it has a ``title`` of its own.
-    Parameters with a ``frozen`` part in their names are not trained, nor those that are not among
-    the ``names`` of published ones, where a kind knows these. ``defaults`` are of settings that
-    are None, ``flags`` other settings that only some kinds have, ``losses`` those it can be
-    given. ``fresh`` makes a new drafter of blocks; ``fresh_rate`` is the learning rate for it.
+    ``defaults`` are of settings that are None, ``flags`` other settings that only some kinds
+    have, ``losses`` those it can be given. Parameters with a ``frozen`` part in their names are
+    not trained, nor those that are not among the ``names`` of published ones, where a kind knows
+    these. ``more`` are settings that have parameters trained, too, with a part of their names.
+    EAGLE heads have a ``make_student`` that makes a fresh student or changes the given one, and
+    their recipes take the examples, too.
     """
 
     recipe: Callable[..., Recipe]
+    defaults: dict[str, Any]
+    flags: tuple[str, ...]
+    losses: tuple[str, ...]
     frozen: tuple[str, ...] = ()
     names: Callable[..., set[str]] | None = None
-    defaults: dict[str, Any] = field(default_factory=dict)
-    flags: tuple[str, ...] = ()
-    losses: tuple[str, ...] = ()
-    needs: NeedsOf = needs_of_drafter
-    fresh: Callable[[dict[str, Any]], block.Fresh] | None = None
-    fresh_rate: float | None = None
-    make_student: Callable[..., Student] | None = None
     more: dict[str, str] = field(default_factory=dict)
-    of: str = ""
-    claims: Callable[[Given], bool] = lambda given: False
-    title: str = ""
+    needs: NeedsOf = needs_of
+    make_student: Callable[..., Student] | None = None
 
     @property
     def settings(self) -> set[str]:
         """Settings that this kind has and others may not."""
         return {*self.defaults, *self.flags, *self.more}
 
-    def makes(self, given: Given | None) -> bool:
-        """Return whether its drafter is made here, anew or of one of another kind."""
-        return given is None or (self.of == given.kind and not self.claims(given))
-
 
 LORA = ("fine_tune_type", "lora_rank", "lora_scale")
-EAGLE = ("draft_vocab_size", "aux_layers", "intermediate_size", "cache_features", "cache_bits")
+EAGLE = (
+    "draft_vocab_size", "aux_layers", "intermediate_size", "cache_features", "cache_bits",
+    "num_layers",
+)  # fmt: skip
 SHAPE = ("block_size", "num_layers", "intermediate_size")
 GO_WITH = {
     "gamma": ("position_weights", "decay"),
@@ -97,121 +93,132 @@ DSPARK = BLOCKS | {
 }  # fmt: skip
 DFLASH = TrainedKind(
     block.BlockRecipe,
-    block.FROZEN,
-    defaults=BLOCKS,
-    flags=("gamma", "mask_token_id", *SHAPE, *LORA),
-    losses=("ce",),
-    fresh=block.fresh_dflash,
-    fresh_rate=6e-4,
+    BLOCKS,
+    ("gamma", "mask_token_id", *SHAPE, *LORA),
+    ("ce",),
+    frozen=block.FROZEN,
+    needs=partial(needs_of, between=8, attended=9.0),
 )
 TRAINED: dict[str, TrainedKind] = {
     "eagle3": TrainedKind(
         eagle3.Eagle3Recipe,
-        defaults=USUAL | {"ttt_steps": 7, "step_decay": 0.8, "loss": "ce"},
-        flags=(*EAGLE, "kl_scale", "kl_decay", "num_layers"),
-        losses=("ce", "lk-alpha", "lk-lambda"),
-        needs=needs_of,
+        USUAL | {"ttt_steps": 7, "step_decay": 0.8, "loss": "ce"},
+        (*EAGLE, "kl_scale", "kl_decay"),
+        ("ce", "lk-alpha", "lk-lambda"),
+        frozen=(eagle3.EMBEDDING,),
+        needs=partial(needs_of, between=4, attended=5.5),
         make_student=eagle3.make_student,
     ),
     "peagle": TrainedKind(
         peagle.PEagleRecipe,
-        defaults=USUAL | {"depths": 8, "loss": "kl"},
-        flags=(*EAGLE, "num_layers", "mask_token_id"),
-        losses=("kl", "tv", "l1"),
-        needs=needs_of,
+        USUAL | {"depths": 8, "loss": "kl"},
+        (*EAGLE, "mask_token_id"),
+        ("kl", "tv", "l1"),
+        needs=partial(needs_of, between=4, attended=5.5),
         make_student=peagle.make_student,
-        of="eagle3",
-        claims=peagle.is_parallel,
-        title="a P-EAGLE head",
     ),
     "mtp": TrainedKind(
         mtp.MTPRecipe,
-        mtp.FROZEN,
-        mtp.published_alike,
-        defaults=MTP,
-        flags=LORA,
-        losses=MIXED,
+        MTP,
+        LORA,
+        MIXED,
+        frozen=mtp.FROZEN,
+        names=mtp.published_alike,
         more={"train_experts": mtp.EXPERTS},
     ),
     "assistant": TrainedKind(
         assistant.AssistantRecipe,
-        assistant.FROZEN,
-        defaults=USUAL | {"ttt_steps": 4, "step_decay": 0.8, "loss": "kl", "labels": "argmax"},
-        flags=LORA,
-        losses=MIXED,
-        needs=partial(needs_of_drafter, gated=assistant.GELU, own_rows=False),
+        USUAL | {"ttt_steps": 4, "step_decay": 0.8, "loss": "kl", "labels": "argmax"},
+        LORA,
+        MIXED,
+        frozen=assistant.FROZEN,
         more={"train_embeddings": assistant.TABLE},
+        needs=partial(needs_of, gated=assistant.GELU, own_rows=False),
     ),
     "dflash": DFLASH,
-    "dspark": replace(
-        DFLASH, recipe=dspark.DSparkRecipe, defaults=DSPARK, losses=MIXED, fresh=dspark.fresh
-    ),
-    "dflash2": replace(DFLASH, recipe=dflash2.DFlash2Recipe, fresh=dflash2.fresh),
+    "dspark": replace(DFLASH, recipe=dspark.DSparkRecipe, defaults=DSPARK, losses=MIXED),
+    "dflash2": replace(DFLASH, recipe=dflash2.DFlash2Recipe),
 }
-"""Kinds by their names in converted folders."""
+"""Kinds by their names in converted folders, and P-EAGLE heads."""
 
 BY_KIND = frozenset[str]().union(*(row.settings for row in TRAINED.values()))
 """Settings that some kinds have."""
+MADE_OF = {"peagle": "eagle3"}
+"""Kinds whose drafters can be made of those of another one."""
 KEPT = "{} is of fresh drafters, and --init keeps that of the one it names: leave it out."
 
 
 def title_of(kind: str) -> str:
     """Name a kind for people, with its article."""
-    own = TRAINED[kind].title if kind in TRAINED else ""
-    return own or (KINDS[kind].title if kind in KINDS else f"a {kind} drafter")
+    titles = {name: row.title for name, row in KINDS.items()} | {"peagle": "a P-EAGLE head"}
+    return titles.get(kind, f"a {kind} drafter")
 
 
-def trained_as(given: Given, wanted: str | None) -> str:
-    """Return the kind that a drafter is trained as, where ``wanted`` is asked for."""
-    for name, row in TRAINED.items():
-        if row.of == given.kind and (name == wanted or row.claims(given)):
-            return name
-    return given.kind
+def begin_with(settings: TrainSettings) -> tuple[TrainSettings, Given | None]:
+    """Find what --init names, and give the settings the defaults of its kind.
 
-
-def check_kind(name: str, source: str | None) -> None:
-    """Raise ValueError if drafters of that kind are not trained, or not made anew."""
-    title = title_of(name)
-    if name not in TRAINED:
-        what = f"{source} is {title}" if source else f"--kind is {name}"
+    Raises ValueError for kinds that are not trained, not made anew, or not that of the drafter,
+    and for settings that they do not have.
+    """
+    name = settings.init
+    kind = settings.kind or "eagle3"
+    given = None
+    if name == AUTO:
+        name = known_drafter(settings.model, TRAINED)
+        if is_first():
+            print(f"Beginning with {name}, the drafter that is known for {settings.model}.")
+    if name is not None:
+        given = open_given(name, settings.model)
+        kind = kind if MADE_OF.get(str(settings.kind)) == given.kind else given.kind
+    title = title_of(kind)
+    if kind not in TRAINED:
+        what = f"--kind is {kind}" if given is None else f"{name} is {title}"
         raise ValueError(f"{what}, and only {', '.join(TRAINED)} are trained here: name another.")
-    row = TRAINED[name]
-    if source is None and row.make_student is None and row.fresh is None:
+    if given is None and kind not in FRESH and TRAINED[kind].make_student is None:
         raise ValueError(
             f"no fresh {title.split(' ', 1)[1]} is trained here, for it comes with its model: "
             "name the one to begin with by --init."
         )
+    if settings.kind not in (None, kind):
+        raise ValueError(
+            f"--kind is {settings.kind}, and {name} is {title}: leave out one of --kind and "
+            "--init."
+        )
+    return filled(replace(settings, init=name), kind), given
 
 
 def filled(settings: TrainSettings, kind: str) -> TrainSettings:
     """Give settings the defaults of a kind; ValueError for flags that it does not have."""
     row = TRAINED[kind]
+    title = title_of(kind)
+    is_lora = settings.fine_tune_type == "lora"
     given = [x.name for x in fields(settings) if getattr(settings, x.name) != x.default]
     for name in given:
-        if name in BY_KIND and name not in row.settings:
-            raise ValueError(f"{flag_of(name)} is not for {title_of(kind)}: leave it out.")
+        flag = flag_of(name)
+        if name in BY_KIND - row.settings:
+            raise ValueError(f"{flag} is not for {title}: leave it out.")
         if name in (*SHAPE, "aux_layers") and settings.init is not None:
-            raise ValueError(KEPT.format(flag_of(name)))
-        if name in row.more and settings.fine_tune_type == "lora":
+            raise ValueError(KEPT.format(flag))
+        if name in row.more and is_lora:
             raise ValueError(
-                f"{flag_of(name)} trains whole matrices, and --fine-tune-type lora small ones "
-                "beside them: leave out one of the two."
+                f"{flag} trains whole matrices, and --fine-tune-type lora small ones beside them: "
+                "leave out one of the two."
             )
     asked = settings.losses().terms if "tv" in row.losses else {settings.loss}
     if settings.loss is not None and not {*asked} <= {*row.losses}:
         raise ValueError(
-            f"--loss is {settings.loss}, and {title_of(kind)} is trained with one of "
+            f"--loss is {settings.loss}, and {title} is trained with one of "
             f"{', '.join(row.losses)}: give one of these."
         )
     if settings.position_weights == "dpace" != row.defaults.get("position_weights"):
         raise ValueError(
-            f"--position-weights is dpace, which goes by cross-entropy, and {title_of(kind)} is "
-            "not trained with that alone: give decay."
+            f"--position-weights is dpace, which goes by cross-entropy, and {title} is not "
+            "trained with that alone: give decay."
         )
     defaults = dict(row.defaults)
-    if settings.init is None and row.fresh_rate is not None:
-        defaults["learning_rate"] = row.fresh_rate
-    if settings.fine_tune_type == "lora":
+    if settings.init is None and kind in FRESH:
+        defaults["learning_rate"] = FRESH_RATE
+    if is_lora:
         defaults["learning_rate"] = LORA_RATE
     if settings.position_weights == "decay":
         defaults["loss_divisor"] = "weights"
@@ -225,9 +232,31 @@ def filled(settings: TrainSettings, kind: str) -> TrainSettings:
     return found
 
 
+def train_only(head: nn.Module, is_wanted: Callable[[str], bool]) -> None:
+    """Freeze all parameters of a head but those whose names are wanted."""
+    head.freeze()
+    for path, module in head.named_modules():
+        wanted = [key for key in module if is_wanted(f"{path}.{key}".lstrip("."))]
+        module.unfreeze(recurse=False, keys=wanted)
+
+
+def add_lora(head: nn.Module, is_wanted: Callable[[str], bool], rank: int, scale: float) -> None:
+    """Put matrices of that rank beside every matrix that is wanted, and train only these.
+
+    Hu et al. 2021, arXiv:2106.09685. The layers are mlx-lm's.
+    """
+    found = [
+        (path, LoRALinear.from_base(module, r=rank, scale=scale))
+        for path, module in head.named_modules()
+        if isinstance(module, nn.Linear | nn.QuantizedLinear) and is_wanted(f"{path}.weight")
+    ]
+    head.update_modules(tree_unflatten(found))
+    train_only(head, lambda name: name.endswith(("lora_a", "lora_b")))
+
+
 def student_of(settings: TrainSettings, given: Given, model: nn.Module) -> Student:
     """Take the drafter that a run begins with, with the parameters that it trains in float32."""
-    row = TRAINED[given.kind]
+    row = TRAINED[settings.kind]
     drafter = given.load(model, mx.float32)
     head = drafter.head
     is_lora = settings.fine_tune_type == "lora"
@@ -243,7 +272,8 @@ def student_of(settings: TrainSettings, given: Given, model: nn.Module) -> Stude
     if is_lora:
         matrices = {name for name in wanted if name.split(".")[0] not in WHOLE}
         add_lora(head, matrices.__contains__, settings.lora_rank, settings.lora_scale)
-    dtype = activation_dtype(find_embedding(model)[0])
+    embedding, vocab_size = find_embedding(model)
+    dtype = activation_dtype(embedding)
     trained = {name for name, _ in tree_flatten(head.trainable_parameters())}
     frozen = [
         (name, array.astype(dtype))
@@ -253,32 +283,31 @@ def student_of(settings: TrainSettings, given: Given, model: nn.Module) -> Stude
     head.load_weights(frozen, strict=False)
     mx.eval(head.parameters())
     ids = drafter.to_target
-    _, vocab_size = find_embedding(model)
     if ids is None:  # a matrix of its own may be padded otherwise
         own = head.lm_head.weight.shape[0] if "lm_head" in head else vocab_size
         ids = mx.arange(min(own, vocab_size), dtype=mx.int32)
     return Student(head, drafter.embed, drafter.taps, ids, dtype, drafter)
 
 
-def needs_for(settings: TrainSettings, student: Student) -> NeedsOf:
-    """Return the estimate of what training this student takes."""
+def needs_for(settings: TrainSettings, student: Student, told: int = 0) -> NeedsOf:
+    """Return the estimate of what training this student takes; ``told`` is as in ``needs_of``."""
     row = TRAINED[settings.kind]
+    estimate = partial(row.needs, told=told)
     if settings.anchors is None:
-        return row.needs
+        return estimate
     sizes = {"block_size": student.head.config.block_size, "spread": row.recipe.spread}
-    return partial(needs_of_drafter, blocks=settings.anchors, **sizes)
+    return partial(estimate, blocks=settings.anchors, **sizes)
 
 
 def warn_of_few(settings: TrainSettings, examples: Examples) -> None:
     """Say that a fresh drafter of blocks needs more answers, and where there are others."""
     num = sum(example.num_answer for example in examples.train)
-    if num < block.ENOUGH and is_first():
+    if num < ENOUGH and is_first():
         name, published = drafters_for([settings.model])
         known = f", such as {' or '.join(published[:3])} for {name}" if published else ""
         print(
             f"Warning: {num} tokens of answers are few for a fresh drafter of blocks, which wants "
-            f"{block.ENOUGH / 1e6:.0f} million and more: begin with a published one by --init"
-            f"{known}."
+            f"{ENOUGH / 1e6:.0f} million and more: begin with a published one by --init{known}."
         )
 
 
@@ -287,17 +316,26 @@ def with_mask(
 ) -> TrainSettings:
     """Give settings the token of masked slots, if a drafter is made that has such slots.
 
-    Raises ValueError if there is no token for them, or if the given drafter keeps its own.
+    It is the last row of the embedding that names no token, if none is given. Raises ValueError
+    if there is none, or if the given drafter keeps its own.
     """
-    row = TRAINED[settings.kind]
-    if "mask_token_id" not in row.flags:
+    own = settings.mask_token_id
+    if "mask_token_id" not in TRAINED[settings.kind].flags:
         return settings
-    if row.makes(given):
-        token = block.mask_token(settings.mask_token_id, tokenizer, vocab_size)
-        return replace(settings, mask_token_id=token)
-    if settings.mask_token_id is not None:
-        raise ValueError(KEPT.format("--mask-token-id"))
-    return settings
+    if given is not None and given.kind == settings.kind:
+        if own is not None:
+            raise ValueError(KEPT.format("--mask-token-id"))
+        return settings
+    known = set(tokenizer.get_vocab().values())
+    free = [own] if own is not None else sorted(set(range(vocab_size)) - known)
+    reserved = {tokenizer.pad_token_id, *tokenizer.eos_token_ids}
+    if not free or free[-1] in reserved or free[-1] >= vocab_size:
+        found = "every row of the embedding is a token" if own is None else f"{own} cannot be"
+        raise ValueError(
+            f"{found}, and masked slots need one that no text has: name a token below "
+            f"{vocab_size} by --mask-token-id, neither padding nor an end of text."
+        )
+    return replace(settings, mask_token_id=free[-1])
 
 
 def begin(
@@ -309,17 +347,16 @@ def begin(
 ) -> tuple[Student, Callable[[TrainSettings], Recipe]]:
     """Make the student, and a function that makes its recipe once the settings are final."""
     row = TRAINED[settings.kind]
-    make = row.recipe
-    if row.make_student is not None:
-        student = row.make_student(settings, model, config, examples)
-        return student, lambda final: make(final, student, model, given, examples)
-    if given is None:
-        assert row.fresh is not None
+    if given is None and settings.kind in FRESH:
         scratch = tempfile.TemporaryDirectory(prefix="mlx-eagle-")
         folder = Path(scratch.name) / "fresh"
-        block.write_fresh(folder, row.fresh, settings, model, config)
+        write_fresh(folder, settings, model, config)
         given = replace(open_given(str(folder), settings.model), scratch=scratch)
         warn_of_few(settings, examples)
-    made = converted(given, settings.model)
-    student = student_of(settings, made, model)
-    return student, lambda final: make(final, student, model, made)
+    student = None if given is None else student_of(settings, given, model)
+    more = []
+    if row.make_student is not None:
+        student = row.make_student(settings, student, model, config, examples)
+        more = [examples]
+    assert student is not None
+    return student, lambda final: row.recipe(final, student, model, given, *more)

@@ -5,46 +5,22 @@ They are those of EAGLE-3's trainers and are normalised as there: SpecForge's Ea
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.nn.losses import cross_entropy
 
-from ..drafters.head import Eagle3Head
 from .chunks import Arrays, chunk_rows, with_weights
 from .settings import LossSettings
-from .unroll import unroll
 
 TINY = 1e-8  # in place of a count of 0, which is divided by
 TINIEST = 1e-37  # in place of an acceptance rate of 0, whose logarithm is taken: float32 holds it
-OUTPUT = ("norm", "lm_head")
-"""Parts of a head that turn its states into logits."""
-
-
-class TargetBatch(NamedTuple):
-    """Answers of the target in K slots that count, out of a batch of (B, T) slots.
-
-    ``rows`` (K,): slots, numbered row by row (b * T + i), whose first draft counts: slot i
-    drafts what follows token i + 1. In step j, the slot j before each of them drafts the same
-    place, so one set of rows serves all steps. ``weights`` (K,): 1, or 0 for rows that only fill
-    up. ``probs`` (K, Vd) float32: the target's probabilities among the tokens that can be
-    drafted. ``shares`` (K,): how much of the target's whole probability these tokens have.
-    ``num_slots`` (): the divisor of a step's sum of cross-entropies. ``counts`` (num_steps,): the
-    number of slots that count in each step, averaged over all ranks.
-    """
-
-    rows: mx.array
-    weights: mx.array
-    probs: mx.array
-    shares: mx.array
-    num_slots: mx.array
-    counts: mx.array
 
 
 def picked(steps: Iterable[mx.array], rows: mx.array, weights: mx.array) -> tuple[Arrays, Arrays]:
     """Return each step's hidden states (K, h) in the slots that count, and their weights (K,).
 
-    ``steps`` yield hidden states (B, T, h); ``rows`` and ``weights`` are as in ``TargetBatch``.
+    ``steps`` yield hidden states (B, T, h); ``rows`` and ``weights`` are as in ``ChainTargets``.
     Rows 1, 5 and 6 of texts of 5 slots are in step 1 slots 0, none (5 begins a text), and 5.
     """
     found: Arrays = []
@@ -62,89 +38,22 @@ def compared(
     parts: Iterable[str],
     project: Callable[[mx.array], mx.array],
     hidden: Arrays,
-    more: Arrays,
-    compare: Callable[..., Arrays],
+    compare: Callable[[int, mx.array], Arrays],
 ) -> Arrays:
-    """Return what ``compare(begin, logits, *more)`` makes of each step's hidden states (K, h).
+    """Return what ``compare(begin, logits)`` makes of each step's hidden states (K, h).
 
     ``project`` makes logits of states by the ``parts`` of a head. Rows of all steps are taken a
     chunk at a time, because logits are the largest arrays there are: from row ``begin`` on,
-    logits (num_steps, k, V) in float32 and as many rows of ``more``. The results are (K,).
+    logits (num_steps, k, V) in float32. The results are (K,).
     """
-    num_steps = len(hidden)
 
     def inner(begin: int, rows: Arrays) -> Arrays:
-        logits = project(mx.concatenate(rows[:num_steps])).astype(mx.float32)
-        return compare(begin, logits.reshape(num_steps, -1, logits.shape[-1]), *rows[num_steps:])
+        logits = project(mx.concatenate(rows)).astype(mx.float32)
+        return compare(begin, logits.reshape(len(rows), -1, logits.shape[-1]))
 
     width = project(hidden[0][:1]).shape[-1]
-    rows = [*hidden, *more]
-    return with_weights(head, parts, inner, rows, chunk_rows(width * num_steps), again=False)
-
-
-def step_losses(
-    head: Eagle3Head,
-    embeddings: mx.array,
-    features: mx.array,
-    targets: TargetBatch,
-    settings: LossSettings,
-) -> mx.array:
-    """Compute the loss of every step, (num_steps,) float32, before weighting; see ``unroll``."""
-    steps = unroll(head, embeddings, features, settings.num_steps, settings.checkpoint)
-    hidden, weights = picked(steps, targets.rows, targets.weights)
-
-    def compare(begin: int, logits: mx.array) -> Arrays:
-        own = slice(begin, begin + logits.shape[1])
-        probs = mx.broadcast_to(targets.probs[own], logits.shape)
-        entropies, log_z = cross_entropies(logits, probs)
-        found = list(entropies)
-        if settings.kind != "ce":
-            drafted = mx.exp(logits - log_z[..., None])
-            of_all = probs * targets.shares[own, None]
-            found += list(mx.minimum(of_all, drafted).sum(axis=-1))
-        return found
-
-    found = compared(head, OUTPUT, head.logits, hidden, [], compare)
-    losses = []
-    for step, counts in enumerate(weights):
-        loss = (found[step] * counts).sum() / targets.num_slots
-        if settings.kind != "ce":
-            rates = found[settings.num_steps + step]
-            loss = _acceptance_loss(loss, rates, counts, targets.counts[step], settings)
-        losses.append(loss)
-    return mx.stack(losses)
-
-
-@mx.custom_function
-def cross_entropies(logits: mx.array, target: mx.array) -> tuple[mx.array, mx.array]:
-    """Compare logits (..., Vd) with probabilities (..., Vd), which sum to 1.
-
-    Returns the cross-entropies (...) and the logarithms of the logits' sums of powers (...). Its
-    own gradient keeps an array of the logits' size less.
-    """
-    log_z = mx.logsumexp(logits, axis=-1)
-    return log_z - (target * logits).sum(axis=-1), log_z
-
-
-def _entropy_gradients(
-    primals: tuple[mx.array, mx.array],
-    cotangents: tuple[mx.array, mx.array],
-    outputs: tuple[mx.array, mx.array],
-) -> tuple[mx.array, mx.array]:
-    logits, target = primals
-    of_entropies, of_log_z = (cotangent[..., None] for cotangent in cotangents)
-    drafted = mx.exp(logits - outputs[1][..., None])
-    of_logits = (of_entropies + of_log_z) * drafted - of_entropies * target
-    return of_logits, -of_entropies * logits
-
-
-cross_entropies.vjp(_entropy_gradients)
-
-
-def label_entropies(logits: mx.array, labels: mx.array) -> mx.array:
-    """Compare logits (..., V) with labels (...): cross-entropies (...)."""
-    said = mx.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
-    return mx.logsumexp(logits, axis=-1) - said
+    size = chunk_rows(width * len(hidden))
+    return with_weights(head, parts, inner, hidden, size, again=False)
 
 
 def mixed_losses(
@@ -160,10 +69,10 @@ def mixed_losses(
     """
     total = mx.zeros(logits.shape[:-1])
     if labels is not None and "ce" in terms:
-        total = total + terms["ce"] * label_entropies(logits, labels)
+        total = total + terms["ce"] * cross_entropy(logits, labels)
     if probs is not None and "kl" in terms:
         least = -(probs * mx.log(mx.maximum(probs, TINIEST))).sum(axis=-1)
-        total = total + terms["kl"] * (cross_entropies(logits, probs)[0] - least)
+        total = total + terms["kl"] * (cross_entropy(logits, probs) - least)
     rejected = terms.get("tv", 0.0) + 2 * terms.get("l1", 0.0)
     if probs is not None and rejected:
         kept = mx.minimum(probs, mx.softmax(logits, axis=-1)).sum(axis=-1)
@@ -171,7 +80,7 @@ def mixed_losses(
     return total
 
 
-def _acceptance_loss(
+def acceptance_loss(
     entropy: mx.array,
     accepted: mx.array,
     weights: mx.array,

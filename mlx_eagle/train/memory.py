@@ -10,22 +10,19 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
-from ..drafters.config import Eagle3Config
+from ..drafters.head import Eagle3Head
 from ..system.device import memory, this_machine, weight_bytes
-from .batches import PAD_TO, padded_length
+from .batches import PAD_TO
 from .chunks import CHUNK_BYTES
 from .data import Examples
 from .optimizer import is_for_muon
 from .settings import LossSettings, TrainSettings
 from .student import Student
-from .teacher import ROWS_AT_ONCE
 
 LIMIT = 0.9  # of the announced bytes: MLX compares before it makes an array, without its size
-ATTENDED = 5.5  # arrays of a chunk's size that attention has at once, measured
-CHAINED = 2.0  # the same of a chain's last step beside what is kept of scores, measured
-BLOCKED = 9.0  # the same of blocks, with the two masks of each, measured
-COMPARED = 3.3  # arrays of a chunk's size that the losses have at once, measured
-BETWEEN = 12  # arrays of a chain's states that a layer keeps between its matrices, measured
+CHAINED = 2.0  # arrays of all scores that a step has at once beside what is kept, measured
+COMPARED = 3.6  # arrays of a chunk's size that the losses have at once, measured
+KEPT = 3  # arrays of states that a step or layer keeps if it is computed again, measured
 MIXED = 3  # arrays of the size of a convolution's kernels that each row has at once, measured
 FULL = 4  # bytes of a number in float32
 
@@ -73,32 +70,80 @@ class Sizes:
 NeedsOf = Callable[[Student, float, Sizes, LossSettings, bool], dict[str, float]]
 
 
+def _numbers_of_row(head: nn.Module, is_within: bool, gated: int) -> int:
+    """Count what the matrices of a head, or of what ``is_within`` its layers, keep of a row."""
+    total = 0
+    for name, module in head.named_modules():
+        is_matrix = isinstance(module, nn.Linear | nn.QuantizedLinear)
+        if is_matrix and ("layers." in name or not (is_within or name == "centroids")):
+            out, packed = module.weight.shape
+            inner = packed * 32 // getattr(module, "bits", 32)
+            total += out + inner + gated * inner * ("down_proj" in name)
+    return total
+
+
 def needs_of(
-    student: Student, target_bytes: float, sizes: Sizes, losses: LossSettings, is_summed: bool
+    student: Student,
+    target_bytes: float,
+    sizes: Sizes,
+    losses: LossSettings,
+    is_summed: bool,
+    told: int = 0,
+    blocks: int = 0,
+    block_size: int = 0,
+    spread: int = 1,
+    gated: int = 0,
+    own_rows: bool = True,
+    between: int = 12,
+    attended: float = 0.0,
 ) -> dict[str, float]:
     """Estimate the bytes that training takes at its peak, by part.
 
-    ``is_summed`` if the gradients of several batches are added up. Arrays are those that
-    ``unroll.py`` and ``losses.py`` keep and make while MLX waits for what it has begun instead of
-    running ahead. The factors were measured (see the log of November 2026).
+    ``is_summed`` if the gradients of several batches are added up; ``told`` is the ``width`` of
+    the teacher, by default that of a state. A chain has a row for each slot and step, and sees
+    the rows of its steps if it has ``own_rows``; with ``blocks`` of a text, there is a row for
+    each slot of each block. All matrices of the layers keep inputs and outputs, gates ``gated``
+    more arrays, and a layer ``between`` arrays of states besides. Attention in chunks has
+    ``attended`` arrays of a chunk's size at once; all else, 0, keeps its scores. ``spread`` is as
+    in ``BlockRecipe``. These numbers were measured, while MLX waits for what it has begun instead
+    of running ahead (see the log of November 2026).
     """
-    config = student.head.config
     item = student.dtype.size
+    head = student.head
     slots = sizes.num_texts * sizes.length
-    probabilities = FULL * sizes.num_counted * config.draft_vocab_size
-    batch = slots * item * (config.num_aux * config.target_hidden_size + config.hidden_size)
-    # The target's logits, and the distributions made of them, before these are joined.
-    taught = 2 * item * min(sizes.num_counted, max(ROWS_AT_ONCE, sizes.length)) * config.vocab_size
-    activations = _activations(config, item, sizes, losses)
-    return {"target": target_bytes} | _parts(
-        student, is_summed, batch + probabilities, activations, taught + probabilities
-    )
+    steps = 1.0 if blocks else sum(map(losses.share, range(losses.num_steps)))
+    rows = sizes.num_texts * blocks * block_size or slots * steps
+    width = student.embed(mx.array([0])).shape[-1]
+    layer = _numbers_of_row(head, is_within=attended > 0, gated=gated)
+    layer += between * head.norm.weight.size * len(head.layers)
+    names = ("num_heads", "num_attention_heads", "n_heads")
+    found = [getattr(m, name, 0) for _, m in head.named_modules() for name in names]
+    num_heads = max((x for x in found if isinstance(x, int)), default=1)
+    columns = sizes.length * (1 if attended or not own_rows else losses.num_steps)
+    scores = num_heads * FULL * rows / steps * (columns + block_size)
+    compared = FULL * (rows if blocks else sizes.num_counted * steps) * len(student.ids)
+    chunk = min(CHUNK_BYTES, spread * compared)
+    kernels = [m.base_kernel.size for _, m in head.named_modules() if "base_kernel" in m]
+    mixed = MIXED * sum(kernels) / (len(head.layers) if losses.checkpoint else 1)
+    kept = rows * item * (mixed + (KEPT * width if losses.checkpoint else layer))
+    again = rows * item * layer / (len(head.layers) if blocks else steps)
+    if attended:
+        scores = attended * min(CHUNK_BYTES, scores) + (chunk if spread > 1 else 0)
+    else:
+        own = scores * item / FULL * len(head.layers)  # kept of the last step, the largest
+        every = own * (steps + 1) / 2 if own_rows else own * steps
+        again += own + item * student.num_parameters  # a step's own gradients, beside the sums
+        kept += 0 if losses.checkpoint else every
+        scores *= CHAINED
+    peak = max(scores + (again if losses.checkpoint else 0), COMPARED * chunk)
+    batch = slots * item * (width * (len(student.taps) + 1) + (told or width))
+    return {"target": target_bytes} | _parts(student, is_summed, batch, kept + peak)
 
 
 def _parts(
-    student: Student, is_summed: bool, batch: float, activations: float, taught: float = 0.0
+    student: Student, is_summed: bool, batch: float, activations: float
 ) -> dict[str, float]:
-    """Add what all kinds take; before its gradients are there, a batch takes ``taught`` bytes."""
+    """Add what all kinds take."""
     item = student.dtype.size
     num = student.num_parameters
     largest = max(w.size for _, w in tree_flatten(student.head.trainable_parameters()))
@@ -110,90 +155,8 @@ def _parts(
         "their moments": 2 * FULL * num,
         "gradients": gradients,
         "batch": batch,
-        "activations": max(copies + activations, 4 * FULL * largest, taught - gradients),
+        "activations": max(copies + activations, 4 * FULL * largest),
     }
-
-
-def _activations(config: Eagle3Config, item: int, sizes: Sizes, losses: LossSettings) -> float:
-    """Estimate the bytes of all that is kept for the gradients, with the largest step's own.
-
-    ``item`` is the bytes of a number in the type that the head computes in.
-    """
-    slots = sizes.num_texts * sizes.length
-    passes = sum(map(losses.share, range(losses.num_steps)))
-    hidden = config.hidden_size
-    num_layers = config.num_layers
-    heads = config.num_heads * config.head_dim
-    keys = 2 * config.num_kv_heads * config.head_dim
-    chunk = sizes.num_texts * config.num_heads * sizes.length**2 * FULL
-    attention = slots * item * 8 * hidden + ATTENDED * min(CHUNK_BYTES, chunk)
-    logits = FULL * sizes.num_counted * config.draft_vocab_size * passes
-    compared = COMPARED * min(CHUNK_BYTES, logits)
-    # Numbers of a slot that the gradient of one layer is made of, in one step.
-    layer = 8 * hidden + 2 * (heads + keys) + 3 * config.intermediate_size
-    if not losses.checkpoint:
-        return passes * slots * item * layer * num_layers + max(attention, compared)
-    kept = 3 * hidden + 2 * keys * num_layers
-    again = slots * item * (layer * num_layers + 3 * config.intermediate_size - hidden)
-    return passes * slots * item * kept + max(again, attention, compared)
-
-
-def needs_of_drafter(
-    student: Student,
-    target_bytes: float,
-    sizes: Sizes,
-    losses: LossSettings,
-    is_summed: bool,
-    blocks: int = 0,
-    block_size: int = 0,
-    spread: int = 1,
-    gated: int = 0,
-    own_rows: bool = True,
-) -> dict[str, float]:
-    """Estimate the bytes that training takes at its peak, by part, for other kinds of drafters.
-
-    A chain has a row for each slot and step, and sees the rows of its steps if it has
-    ``own_rows``; with ``blocks`` of a text, there is a row for each slot of each block. All
-    matrices of the head, and those of its attention, keep inputs and outputs, and gates ``gated``
-    more arrays. ``spread`` is as in ``BlockRecipe``.
-    """
-    item = student.dtype.size
-    head = student.head
-    slots = sizes.num_texts * sizes.length
-    steps = 1 if blocks else losses.num_steps
-    rows = sizes.num_texts * blocks * block_size or slots * steps
-    width = student.embed(mx.array([0])).shape[-1]
-    matrices = {
-        name: (module.weight.shape[0], module.weight.shape[1] * 32 // getattr(module, "bits", 32))
-        for name, module in head.named_modules()
-        if isinstance(module, nn.Linear | nn.QuantizedLinear)
-        and ("layers." in name or not (blocks or name == "centroids"))
-    }
-    layer = sum(out + inner for out, inner in matrices.values())
-    layer += gated * sum(x[1] for name, x in matrices.items() if "down_proj" in name)
-    layer += (8 if blocks else BETWEEN) * head.norm.weight.size * len(head.layers)
-    names = ("num_heads", "num_attention_heads", "n_heads")
-    found = [getattr(m, name, 0) for _, m in head.named_modules() for name in names]
-    num_heads = max((x for x in found if isinstance(x, int)), default=1)
-    columns = sizes.length + block_size if blocks else sizes.length * (steps if own_rows else 1)
-    scores = num_heads * FULL * rows / steps * columns
-    compared_rows = rows if blocks else sizes.num_counted * steps
-    chunk = min(CHUNK_BYTES, spread * FULL * compared_rows * len(student.ids))
-    kernels = [m.base_kernel.size for _, m in head.named_modules() if "base_kernel" in m]
-    mixed = MIXED * sum(kernels) / (len(head.layers) if losses.checkpoint else 1)
-    kept = rows * item * (mixed + (3 * width if losses.checkpoint else layer))
-    again = rows * item * layer / (len(head.layers) if blocks else steps)
-    if blocks:
-        scores = BLOCKED * min(CHUNK_BYTES, scores) + (chunk if spread > 1 else 0)
-    else:
-        own = scores * item / FULL * len(head.layers)  # kept of the last step, the largest
-        every = own * (steps + 1) / 2 if own_rows else own * steps
-        again += own + item * student.num_parameters  # a step's own gradients, beside the sums
-        kept += 0 if losses.checkpoint else every
-        scores *= CHAINED
-    peak = max(scores + (again if losses.checkpoint else 0), COMPARED * chunk)
-    batch = slots * item * width * (len(student.taps) + 2)
-    return {"target": target_bytes} | _parts(student, is_summed, batch, kept + peak)
 
 
 def spared_by(settings: TrainSettings, student: Student) -> float:
@@ -223,7 +186,7 @@ def fitting(
 
     def needs(batch: int, length: int, checkpoint: bool, anchors: int | None) -> Needs:
         num = max(1, batch // ranks)
-        sizes = Sizes(num, padded_length(length), num * min(answer, length))
+        sizes = Sizes(num, length, num * min(answer, length))
         losses = replace(settings.losses(), checkpoint=checkpoint)
         is_summed = settings.grad_accumulation_steps * settings.batch_size > batch
         blocks = {} if anchors is None else {"blocks": anchors}
@@ -241,7 +204,8 @@ def fitting(
     batches = [size for size in range(batch, 0, -1) if batch % size == 0 and size % ranks == 0]
     anchors = settings.anchors or 0
     blocks = [anchors >> i for i in range(anchors.bit_length())] or [settings.anchors]
-    can_be_lora = estimate is not needs_of and settings.fine_tune_type == "full"
+    is_eagle = isinstance(student.head, Eagle3Head)
+    can_be_lora = not is_eagle and settings.fine_tune_type == "full"
     for length in lengths or [longest]:
         for size, num in product(batches, blocks):
             if needs(size, length, True, num).total <= usable:
@@ -250,7 +214,7 @@ def fitting(
         if can_be_lora and needs(batch, length, True, settings.anchors).as_lora <= usable:
             raise ValueError(f"{found} That does not fit: give --fine-tune-type lora.")
     ways = ["a target of fewer bits"]
-    if estimate is needs_of:
+    if is_eagle:
         ways.append("a smaller --draft-vocab-size or --intermediate-size")
     elif can_be_lora:
         ways.append("--fine-tune-type lora")

@@ -20,8 +20,10 @@ from ..drafters.target_parts import find_embedding, lm_head_of
 from .chains import ChainRecipe
 from .chunks import Arrays, run_step
 from .given import Given
+from .recipe import GivenRecipe
 from .settings import TrainSettings
 from .student import Student
+from .teacher import Teacher
 from .unroll import known_tokens
 
 EXPERTS = "switch_mlp."  # of names in mlx-lm's layers, which hold all experts in a matrix
@@ -42,7 +44,7 @@ def published_alike(checkpoint: DraftCheckpoint, head: nn.Module, model: nn.Modu
     return {own for own, tensor in theirs.items() if shapes.get(own) == tuple(tensor.shape)}
 
 
-class MTPRecipe(ChainRecipe):
+class MTPRecipe(ChainRecipe, GivenRecipe):
     """MTP layers: the target's table and output matrix, and steps through mlx-lm's layers."""
 
     def __init__(self, settings: TrainSettings, student: Student, model: nn.Module, given: Given):
@@ -54,7 +56,12 @@ class MTPRecipe(ChainRecipe):
                 "trained here: begin with another drafter."
             )
         taps = () if head.state_normed else (len(model.layers),)
-        super().__init__(settings, student, model, given, taps)
+        super().__init__(settings, student, model, given, Teacher(model, taps))
+        if not self.teacher.has_states:
+            raise ValueError(
+                "the output of this target is more than a product with a matrix, and its MTP "
+                "layers are not trained: begin with another drafter."
+            )
         self.weights = self.weights / self.weights.sum()
         self._project = lm_head_of(model, find_embedding(model)[0])
         if settings.train_experts:
@@ -105,7 +112,7 @@ class MTPRecipe(ChainRecipe):
     def steps(
         self, head: Any, embeddings: mx.array, features: mx.array, targets: Any
     ) -> Iterator[mx.array]:
-        hidden = features[..., : self.width]
+        hidden = features[..., : self.teacher.width]
         past: list[Arrays] = []
         for step in range(self.depth):
             given = [known_tokens(embeddings, step), hidden]

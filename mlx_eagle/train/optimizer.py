@@ -1,11 +1,10 @@
 """Optimizer: one step of training, from losses and gradients to new weights by AdamW or Muon.
 
-Weights are in float32, whatever type the head computes in. Losses and gradients are compiled on a
-GPU, optimizers everywhere.
+Weights are in float32, whatever type the head computes in.
 """
 
 import math
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -13,13 +12,11 @@ from mlx.nn.utils import average_gradients
 from mlx.optimizers import AdamW, Muon, Optimizer
 from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
 
-from .compiled import is_compiled
 from .recipe import Recipe
 
 BETAS = (0.9, 0.95)  # of AdamW, as in EAGLE-3's trainers
 TABLES = ("embed_tokens", "lm_head", "markov_head", "confidence_head", "codebook", "centroids")
 """Parts of names of matrices that are no maps between states: they are AdamW's in any case."""
-MOST_SHAPES = 32  # shapes of batches whose compiled functions are kept
 
 Arrays = dict[str, mx.array]
 
@@ -60,7 +57,7 @@ class TrainStep:
         self._student = recipe.student
         adamw = AdamW(0.0, list(BETAS), weight_decay=settings.weight_decay, bias_correction=True)
         muon = Muon(0.0, weight_decay=settings.weight_decay)
-        # On every device: one short kernel, in place of 16 passes over all weights.
+        # One short kernel, in place of 16 passes over all weights.
         by_adamw, by_muon = (mx.compile(partial(_updated, own)) for own in (adamw, muon))
         head = self._student.head
         self.weights: Arrays = dict(tree_flatten(head.trainable_parameters()))
@@ -72,10 +69,7 @@ class TrainStep:
             (muon if is_muon else adamw).init_single(weight, self.moments[name])
         self.clock: Arrays = dict(adamw.state)  # the step and the learning rate, of both
         self.kept: Arrays = {}
-        self._kind: Any = tuple
         self._run = mx.value_and_grad(self._loss)
-        # One function for each shape, so that the least recently used one is released.
-        self._compiled = lru_cache(MOST_SHAPES)(lambda shapes: mx.compile(self._run))
 
     @property
     def state(self) -> Arrays:
@@ -129,23 +123,18 @@ class TrainStep:
 
         The gradients have the type that the head computes in.
         """
-        self._kind = type(targets)  # what is compiled gets a plain tuple
-        inputs = (self._student.embed(tokens), features, *targets)
-        run = self._run
-        if is_compiled():
-            run = self._compiled(tuple(x.shape for _, x in tree_flatten(list(inputs))))
         dtype = self._student.dtype
         weights = {name: weight.astype(dtype) for name, weight in self.weights.items()}
-        (_, losses), gradients = run(weights, inputs)
+        embeddings = self._student.embed(tokens)
+        (_, losses), gradients = self._run(weights, embeddings, features, targets)
         mx.eval(losses, gradients)
         self.show()
         return losses, gradients
 
-    def _loss(self, weights: Arrays, inputs: tuple[Any, ...]) -> tuple[mx.array, mx.array]:
+    def _loss(self, weights: Arrays, *inputs: Any) -> tuple[mx.array, mx.array]:
         head = self._student.head
         head.update(tree_unflatten(list(weights.items())))
-        embeddings, features, *targets = inputs
-        losses = self._recipe.losses(head, embeddings, features, self._kind(*targets))
+        losses = self._recipe.losses(head, *inputs)
         return (losses * self._recipe.weights).sum(), losses
 
     def _learn(self, gradients: Arrays, rate: float, parts: int) -> mx.array:

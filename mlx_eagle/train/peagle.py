@@ -8,45 +8,38 @@ speculators and SpecForge: only what is behind a kept one can be kept.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from ..convert.families import canonical
-from ..drafters.kinds import kind_of
 from ..drafters.target_parts import find_embedding
 from . import eagle3
 from .batches import TokenBatch
+from .chains import ChainTargets, chain_targets
 from .chunks import Arrays
-from .compiled import padded
 from .data import Examples
-from .given import Given
-from .losses import OUTPUT, TINY, compared, mixed_losses, picked
-from .published_head import MASKED_FEATURES
+from .losses import TINY, compared, mixed_losses, picked
 from .settings import LossSettings, TrainSettings
 from .student import Student
-from .teacher import PARTS
 from .unroll import unroll_masked
 
 
-def is_parallel(given: Given) -> bool:
-    """Return whether a drafter is a P-EAGLE head already."""
-    if given.published is None:
-        return kind_of(given.folder)[1].get("mask_token_id") is not None
-    return any(canonical(name) == MASKED_FEATURES for name in given.published.tensors)
-
-
 def make_student(
-    settings: TrainSettings, model: nn.Module, config: dict[str, Any], examples: Examples
+    settings: TrainSettings,
+    student: Student | None,
+    model: nn.Module,
+    config: dict[str, Any],
+    examples: Examples,
 ) -> Student:
     """Make a fresh head, or take that of --init; one that drafts step by step gets masked slots.
 
     Its embedding is its own, by default the target's table. Raises ValueError for heads that
     cannot draft in one pass.
     """
-    student = eagle3.make_student(settings, model, config, examples)
+    student = eagle3.make_student(settings, student, model, config, examples)
     head = student.head
     c = head.config
     plain = c.fc_input == "features" and c.layer_input == "first" and c.embed_scale == 1
@@ -66,26 +59,24 @@ def make_student(
         head.embed_tokens = nn.Embedding(*table.shape)
         head.embed_tokens.weight = table
         c = replace(c, vocab_size=num_rows)
-    head.unfreeze()
     head.config = replace(c, embed_source="file")
     mx.eval(head.parameters())
     return replace(student, embed=head.embed_tokens)
 
 
 class ElementTargets(NamedTuple):
-    """Elements of a batch of (B, T) slots, D depths of them, and what the target says of K slots.
+    """Elements of a batch of (B, T) slots, at D depths.
 
-    ``rows`` (K,), ``weights`` (K,) and ``probs`` (K, Vd) are as in a ``TargetBatch``, and the
-    elements of depth 0. For each later depth, ``chosen`` (B, R_d) numbers its elements among those
-    of the depth before (at depth 1, among all slots), and ``places`` (B, R_d) are the rows of
-    ``probs`` that they are compared with, -1 for those that do not count. ``counts`` (1,) is how
+    ``rows`` (K,) and ``weights`` (K,) are the elements of depth 0, as in ``ChainTargets``. For
+    each later depth, ``chosen`` (B, R_d) numbers its elements among those of the depth before (at
+    depth 1, among all slots), and ``places`` (B, R_d) are the slots, numbered b * T + i, with
+    whose distributions they are compared, -1 for those that do not count. ``counts`` (1,) is how
     many do, at all depths, averaged over all ranks; ``tokens`` (B, T) are the texts.
     """
 
     tokens: mx.array
     rows: mx.array
     weights: mx.array
-    probs: mx.array
     chosen: tuple[mx.array, ...]
     places: tuple[mx.array, ...]
     counts: mx.array
@@ -128,52 +119,59 @@ class PEagleRecipe(eagle3.Eagle3Recipe):
         self, batch: TokenBatch, kept: Sequence[Sequence[np.ndarray]]
     ) -> tuple[mx.array, ElementTargets]:
         """Return features and targets of these slots, by text and depth from 1."""
-        features, taught = self.teacher.teach(batch, 1)
+        features = self.teacher.read(batch)
         size, length = batch.tokens.shape
-        place_of = np.full(size * length, -1)
-        is_real = np.array(taught.weights) > 0
-        place_of[np.array(taught.rows)[is_real]] = np.flatnonzero(is_real)
+        rows = self.counted(batch, features)
+        first = chain_targets(rows, rows, (size, length), 1)
+        counts = np.isin(np.arange(size * length), rows)
         chosen = []
         places = []
         before = [np.arange(length)] * size
         for depth in range(1, self.depth):
             own = [text[depth - 1] for text in kept]
-            num = padded(max(1, *map(len, own)), max(1, length // PARTS))
+            num = max(1, *map(len, own))
             index = np.zeros((size, num), np.int32)
             place = np.full((size, num), -1, np.int32)
             for text, slots in enumerate(own):
                 index[text, : len(slots)] = np.searchsorted(before[text], slots)
-                place[text, : len(slots)] = place_of[text * length + slots + depth]
+                later = text * length + slots + depth
+                place[text, : len(slots)] = np.where(counts[later], later, -1)
             chosen.append(mx.array(index))
             places.append(mx.array(place))
             before = own
-        num_elements = is_real.sum() + sum(int((x >= 0).sum()) for x in places)
-        counts = mx.array([float(num_elements)])
-        elements = (tuple(chosen), tuple(places), counts)
-        return features, ElementTargets(mx.array(batch.tokens), *taught[:3], *elements)
+        num_elements = len(rows) + sum(int((x >= 0).sum()) for x in places)
+        elements = (tuple(chosen), tuple(places), mx.array([float(num_elements)]))
+        return features, ElementTargets(mx.array(batch.tokens), *first[:2], *elements)
+
+    def context(self, tokens: np.ndarray, targets: ChainTargets) -> tuple[mx.array, Any]:
+        every = mx.broadcast_to(mx.arange(tokens.shape[1]), tokens.shape)
+        given = (mx.array(tokens), *targets[:2], (every,) * (self.depth - 1), (), targets.counts)
+        return self.teacher.features(tokens), ElementTargets(*given)
+
+    def steps(
+        self, head: Any, embeddings: mx.array, features: mx.array, targets: Any
+    ) -> Iterator[mx.array]:
+        again = bool(self.settings.grad_checkpoint)
+        given = features[..., : -self.teacher.width]
+        return unroll_masked(head, targets.tokens, given, targets.chosen, again)
 
     def losses(
-        self, head: Any, embeddings: mx.array, features: mx.array, targets: ElementTargets
+        self, head: Any, embeddings: mx.array, features: mx.array, targets: Any
     ) -> mx.array:
-        again = bool(self.settings.grad_checkpoint)
-        states = unroll_masked(head, targets.tokens, features, targets.chosen, again)
+        states = iter(self.steps(head, embeddings, features, targets))
         (first,), (weights,) = picked([next(states)], targets.rows, targets.weights)
         hidden = [first, *(found.reshape(-1, found.shape[-1]) for found in states)]
-        flat = [mx.arange(len(targets.rows)), *(x.reshape(-1) for x in targets.places)]
-        places = mx.maximum(mx.concatenate(flat), 0)
+        flat = [targets.rows, *(x.reshape(-1) for x in targets.places)]
+        places = mx.maximum(mx.concatenate(flat), 0) + 1
 
         def compare(begin: int, logits: mx.array) -> Arrays:
-            probs = targets.probs[places[begin : begin + logits.shape[1]]]
-            return [mixed_losses(terms, logits[0], probs)]
+            final = self.teacher.final(features, places[begin : begin + logits.shape[1]])
+            return [mixed_losses(self.terms, logits[0], self.teacher.probs(final))]
 
-        terms = self.settings.losses().terms
+        project = partial(self.logits, head)
         joined = [mx.concatenate(hidden)]
-        (found,) = compared(head, OUTPUT, head.logits, joined, [], compare)
+        (found,) = compared(head, self.output_parts(), project, joined, compare)
         parts = mx.split(found, np.cumsum([len(x) for x in flat])[:-1].tolist())
         counting = [weights, *(x >= 0 for x in flat[1:])]
         sums = [(x * w).sum() for x, w in zip(parts, counting, strict=True)]
         return mx.stack(sums) / mx.maximum(targets.counts, TINY)
-
-    def hidden(self, tokens: mx.array, features: mx.array) -> Iterator[mx.array]:
-        every = mx.broadcast_to(mx.arange(tokens.shape[1]), tokens.shape)
-        return unroll_masked(self.student.head, tokens, features, [every] * (self.depth - 1))

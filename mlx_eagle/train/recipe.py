@@ -1,7 +1,7 @@
 """Recipe: how drafters of one kind are trained; each kind has a file of its own."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +9,20 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
+from mlx_lm.tuner.lora import LoRALinear
 from mlx_lm.utils import dequantize_model
 
 from ..convert.checkpoint import DraftCheckpoint
-from ..drafters.kinds import KINDS
+from ..convert.layouts import HeadFiles
+from ..drafters.folder import read_weights, write_files
+from ..drafters.kinds import KINDS, kind_of
+from ..drafters.quantize import Quantization
 from .batches import TokenBatch
-from .chunks import eval_in_chunks
-from .given import Given, same_tensors, stored_arrays, write_published
-from .lora import changes
+from .given import Given
 from .settings import TrainSettings
-from .student import HeadFiles, Student, packed
+from .student import Student
+
+PUBLISHED = "published"  # folder in the output with the drafter in the layout that it came in
 
 
 class Recipe(ABC):
@@ -56,18 +60,6 @@ class Recipe(ABC):
         ``rows`` (K,) are the slots, numbered b * T + i; slot i drafts what follows token i + 1.
         """
 
-    def chosen(
-        self, steps: Iterable[mx.array], rows: mx.array, choose: Callable[[mx.array], mx.array]
-    ) -> np.ndarray:
-        """Choose the drafts of each step (steps, K) after its states (B, T', h) at ``rows``."""
-        drafts = []
-        for states in steps:
-            picked = states.reshape(-1, states.shape[-1])[rows]
-            found = eval_in_chunks(choose, picked, len(self.student.ids))
-            drafts.append(self.student.ids[found])
-            mx.eval(drafts[-1], states)
-        return np.array(mx.stack(drafts))
-
     @abstractmethod
     def files(self, notes: Mapping[str, Any], is_final: bool = False) -> HeadFiles:
         """Return ``config.json``, with ``notes``, and the arrays of the converted folder.
@@ -76,9 +68,29 @@ class Recipe(ABC):
         and quantized if that is asked for.
         """
 
+    def packed(
+        self, config: dict[str, Any], arrays: dict[str, mx.array], never: tuple[str, ...]
+    ) -> HeadFiles:
+        """Quantize matrices if that is asked for, but those whose names end in ``never``."""
+        if not self.settings.quantize:
+            return config, arrays
+        quantization = Quantization(self.settings.q_bits, self.settings.q_group_size)
+        entry, arrays = quantization.pack_all(arrays, never)
+        return config | {"quantization": entry}, arrays
+
+    @abstractmethod
+    def published(self) -> HeadFiles | None:
+        """Return config and tensors in the layout that the drafter came in, None without one."""
+
     def write_published(self, folder: Path) -> str:
-        """Write the layout that the drafter came in; return what is there, for people."""
-        return ""
+        """Write that layout into a part of ``folder``; return its place, "" without one."""
+        found = self.published()
+        if found is None:
+            return ""
+        to = folder / PUBLISHED
+        to.mkdir(exist_ok=True)
+        write_files(to, *found, layout="pt")
+        return str(to)
 
 
 class GivenRecipe(Recipe):
@@ -88,7 +100,9 @@ class GivenRecipe(Recipe):
 
     def published_names(self, checkpoint: DraftCheckpoint) -> Mapping[str, str]:
         """Return the published name of each parameter that is trained."""
-        return same_tensors(checkpoint, self.given.kind)
+        _, own = KINDS[self.given.kind].convert(checkpoint.tensors, checkpoint.config)
+        names = {id(tensor): name for name, tensor in checkpoint.tensors.items()}
+        return {name: names[id(tensor)] for name, tensor in own.items() if id(tensor) in names}
 
     def published_parts(
         self, names: Mapping[str, str], own: str, change: mx.array
@@ -101,7 +115,18 @@ class GivenRecipe(Recipe):
         return dict(config), arrays
 
     def _changes(self) -> dict[str, mx.array]:
-        return changes(self.student.head, self._initial)
+        """Return how much each parameter has changed, by its name before LoRA, in float32."""
+        head = self.student.head
+        added = {
+            f"{path}.weight": module.scale * (module.lora_b.T @ module.lora_a.T)
+            for path, module in head.named_modules()
+            if isinstance(module, LoRALinear)
+        }
+        if added:
+            return added
+        before = self._initial()
+        trained = tree_flatten(head.trainable_parameters())
+        return {name: array - before[name] for name, array in trained}
 
     def _initial(self) -> dict[str, mx.array]:
         head = self.given.load(self.model, mx.float32).head
@@ -110,7 +135,8 @@ class GivenRecipe(Recipe):
 
     def files(self, notes: Mapping[str, Any], is_final: bool = False) -> HeadFiles:
         """Return the given drafter's files with what was learnt; what was not is as it was."""
-        config, arrays = self.given.arrays()
+        _, config = kind_of(self.given.folder)
+        arrays = read_weights(self.given.folder)
         default = config.get("quantization") or {}
         for name, change in self._changes().items():
             stored = arrays[name]
@@ -123,19 +149,18 @@ class GivenRecipe(Recipe):
             arrays[name] = array.astype(stored.dtype) if is_final else array
         config, arrays = self.to_write(config, arrays)
         if is_final:
-            entry, arrays = packed(arrays, self.settings, KINDS[self.given.kind].never_quantized)
-            config |= entry
+            config, arrays = self.packed(config, arrays, KINDS[self.given.kind].never_quantized)
         return config | dict(notes), arrays
 
-    def write_published(self, folder: Path) -> str:
-        """Write the drafter in the layout that it was published in.
+    def published(self) -> HeadFiles | None:
+        """Return what the drafter was published as, every tensor under its name and in its type.
 
-        Every tensor keeps its name and type, and its values where nothing was learnt.
+        Its values stay where nothing was learnt.
         """
         checkpoint = self.given.published
         if checkpoint is None:
-            return ""
-        arrays = stored_arrays(checkpoint)
+            return None
+        arrays = checkpoint.arrays()
         names = self.published_names(checkpoint)
         for own, change in self._changes().items():
             if not mx.any(change != 0).item():
@@ -143,4 +168,4 @@ class GivenRecipe(Recipe):
             for name, part in self.published_parts(names, own, change).items():
                 stored = arrays[name]
                 arrays[name] = (stored.astype(mx.float32) + part).astype(stored.dtype)
-        return write_published(folder, *self.to_write(checkpoint.config, arrays))
+        return self.to_write(checkpoint.config, arrays)

@@ -10,9 +10,9 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..drafters.folder import write_files
 from ..system.atomic_folder import CannotWrite, discard_folder, locked, new_folder, remove_orphans
 from ..system.safetensors import save_arrays
-from .given import write_files
 
 FOLDER = "checkpoints"
 STATE = "state.safetensors"

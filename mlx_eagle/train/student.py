@@ -1,25 +1,41 @@
-"""Student: the head that is trained, made anew or taken from another, and its converted files."""
+"""Student: the head that is trained; and drafters that are made anew for a target."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
-from mlx_lm.utils import dequantize_model
 
+from ..convert.layouts import dflash2_values, dflash_values, dspark_values
+from ..drafters.block_config import BlockConfig
 from ..drafters.config import Eagle3Config, default_ids
+from ..drafters.dflash import DFlashHead
+from ..drafters.dflash2 import DFlash2Config, DFlash2Head
+from ..drafters.dspark import DSparkConfig, DSparkHead
+from ..drafters.folder import write_files
 from ..drafters.head import Eagle3Head
-from ..drafters.head_weights import load_head
-from ..drafters.quantize import Quantization, pack, shapes_of_matrices
-from ..drafters.target_parts import activation_dtype, find_embedding, lm_head_of, rows_of_lm_head
-from .given import converted, open_given
+from ..drafters.target_parts import activation_dtype, find_embedding, rows_of_lm_head
 from .settings import TrainSettings
 
-HeadFiles = tuple[dict[str, Any], dict[str, mx.array]]
-"""A ``config.json``, and the arrays beside it."""
+LAYERS = 5  # of a fresh drafter of blocks, and of the target that it taps
+BLOCK = 16  # slots of its block
+RANK = 256  # of its Markov head or its codebooks, at most
+SPREAD = 0.02  # standard deviation of its matrices
+FRESH: dict[str, tuple[Any, Any, Callable[..., dict[str, Any]], Callable[[int], dict]]] = {
+    "dflash": (BlockConfig, DFlashHead, dflash_values, lambda rank: {}),
+    "dflash2": (DFlash2Config, DFlash2Head, dflash2_values, lambda rank: {"selector_rank": rank}),
+    "dspark": (
+        DSparkConfig,
+        DSparkHead,
+        dspark_values,
+        lambda rank: {"first_slot": 0, "markov_rank": rank, "confidence": "markov"},
+    ),
+}
+"""Drafters of blocks that are made anew: config, head, published config, and fields by rank."""
 
 
 @dataclass(frozen=True)
@@ -120,56 +136,44 @@ def target_sizes(
     }
 
 
-def student_from(source: str, model: nn.Module, target: str) -> Student:
-    """Take the head in ``source``, converted already or in any form that the converter reads.
-
-    Its shape and vocabulary stay as they are; a quantized head is dequantized. ``target`` is the
-    target's folder or repository id, for the converter. Raises ValueError for a head that is more
-    than llama layers.
-    """
-    given = converted(open_given(source, target), target)
-    attached = load_head(given.folder, model, dtype=mx.float32)
-    head = attached.head
-    embedding, _ = find_embedding(model)
-    c = head.config
-    features = {
-        "has parallel heads": c.num_parallel_heads > 0,
-        "attends to a latent (MLA)": c.latent is not None,
-        "scales queries by their position": c.position_scale is not None,
-        "has layers of Gemma-4": c.branch_norms or c.values != "projected",
+def block_fields(
+    settings: TrainSettings, model: nn.Module, model_config: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the fields of a new drafter's ``BlockConfig``, with the target's sizes."""
+    embedding, vocab_size = find_embedding(model)
+    depth = len(model.layers)
+    layers = [round(1 + i * max(0, depth - 4) / max(1, LAYERS - 1)) for i in range(LAYERS)]
+    return target_sizes(model_config, embedding, settings) | {
+        "num_layers": settings.num_layers or LAYERS,
+        "vocab_size": vocab_size,
+        "draft_vocab_size": vocab_size,
+        "taps": tuple(sorted({min(layer, depth - 1) + 1 for layer in layers})),
+        "mask_token_id": settings.mask_token_id,
+        "block_size": settings.block_size or BLOCK,
     }
-    for feature in (name for name, holds in features.items() if holds):
-        raise ValueError(
-            f"{source} {feature}, and only heads of llama layers are trained here: start from "
-            "another head, or from none."
-        )
-    own = head.config.embed_source == "file"
-    if head.config.lm_head_source == "target_rows":
-        head.config = replace(head.config, lm_head_source="file")
-    dequantize_model(head)
-    head.set_dtype(mx.float32)
-    if head.config.lm_head_source == "target":
-        head.share_lm_head(lm_head_of(model, embedding))
-    if own:
-        head.embed_tokens.freeze()
-    mx.eval(head.parameters())
-    embed = head.embed_tokens if own else embedding
-    return Student(head, embed, attached.taps, attached.ids, activation_dtype(embedding))
 
 
-def packed(
-    arrays: dict[str, mx.array], settings: TrainSettings, never: tuple[str, ...]
-) -> HeadFiles:
-    """Quantize the matrices among arrays if that is asked for, but those that end in ``never``.
+def write_fresh(
+    folder: Path, settings: TrainSettings, model: nn.Module, model_config: Mapping[str, Any]
+) -> None:
+    """Write a new drafter of blocks into ``folder``, as it would be published.
 
-    Returns the entry of ``config.json``, if there is one, and all arrays.
+    Its matrices are random, by the seed; its convolutions change nothing.
     """
-    if not settings.quantize:
-        return {}, arrays
-    quantization = Quantization(settings.q_bits, settings.q_group_size)
-    chosen = quantization.choose(shapes_of_matrices(arrays, never))
-    stored: dict[str, mx.array] = {}
-    for name, array in arrays.items():
-        packing = chosen.get(name.removesuffix(".weight"))
-        stored |= pack(name, array, packing) if packing else {name: array}
-    return {"quantization": quantization.entry(chosen)}, stored
+    make_config, make_head, values, more = FRESH[str(settings.kind)]
+    sizes = block_fields(settings, model, model_config)
+    config = make_config(**sizes, **more(min(RANK, sizes["hidden_size"])))
+    parameters = tree_flatten(make_head(config).parameters())
+    keys = mx.random.split(mx.random.key(settings.seed), 1000)
+    arrays = {}
+    for key, (name, array) in zip(keys, parameters, strict=False):
+        own = mx.ones(array.shape)
+        if name.endswith("base_kernel"):
+            own = own * (mx.arange(array.shape[1]) == 0)[:, None]
+        elif "kernel_projection" in name:
+            own = mx.zeros(array.shape)
+        elif array.ndim > 1:
+            own = SPREAD * mx.random.normal(array.shape, key=key)
+        arrays[name] = own
+    folder.mkdir()
+    write_files(folder, values(config), arrays, "pt")

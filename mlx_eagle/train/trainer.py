@@ -3,7 +3,7 @@
 import math
 import time
 from contextlib import closing, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,11 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..convert.checkpoint import CONFIG_FILES, open_target
-from ..drafters.kinds import KINDS
+from ..convert.checkpoint import open_target
+from ..convert.publish import training_card
+from ..drafters.folder import write_files
 from ..drafters.target_parts import find_embedding
 from ..system.device import weight_bytes
-from ..system.hub import locate
 from ..system.ranks import is_first
 from ..system.safetensors import save_arrays
 from ..system.stop_signals import StopSignals
@@ -23,16 +23,14 @@ from .batches import BatchOrder, make_batch
 from .data import Examples, read_data, read_examples
 from .draft_vocabulary import coverage
 from .evaluation import Evaluation, Generated, evaluate, generate_held_out
-from .given import AUTO, Given, converted, known_drafter, open_given, write_files
-from .head_card import make_card
-from .kinds import TRAINED, begin, check_kind, filled, needs_for, title_of, trained_as, with_mask
+from .kinds import begin, begin_with, needs_for, with_mask
 from .log import TrainingLog, check_services
 from .memory import fitting, memory_kept_to
 from .optimizer import TrainStep, learning_rate
 from .recipe import Recipe
 from .resume import Checkpoints, kept_from_others, load_checkpoint
 from .settings import TrainSettings
-from .teacher import load_target
+from .teacher import Teacher, load_target
 
 FACTS = {"iteration": int, "trained_tokens": int, "settings": dict, "data": str}
 """Facts in a checkpoint besides its arrays, by their types."""
@@ -255,11 +253,10 @@ class Trainer:
         self.report.generated = generate_held_out(output, *how)
         if self.report.generated is not None:
             if recipe.given is not None:
-                given = converted(recipe.given, settings.model)
-                self.report.before = generate_held_out(given.folder, *how)
+                self.report.before = generate_held_out(recipe.given.folder, *how)
             log.generated(self.report.generated, self.report.before)
             write_files(output, config | self._notes())
-        card = make_card(output.name, self._notes()["training"])
+        card = training_card(output.name, self._notes()["training"])
         (output / "README.md").write_text(card, encoding="utf-8")
 
 
@@ -288,15 +285,13 @@ def _run(settings: TrainSettings, checkpoints: Checkpoints) -> TrainReport:
         check_services(settings.report_to)
     found = checkpoints.to_begin_with(settings.resume)
     data = read_data(settings.data)
-    if settings.init is not None and settings.init not in (AUTO, *KINDS):
-        locate(settings.init, CONFIG_FILES)
+    settings, given = begin_with(settings)
     of_others = mx.get_active_memory()
     mx.random.seed(settings.seed)
     model, tokenizer, config = load_target(
         settings.model, settings.adapter_path, settings.trust_remote_code, settings.dtype
     )
     _, vocab_size = find_embedding(model)
-    settings, given = _begin_with(settings)
     settings = with_mask(settings, given, tokenizer, vocab_size)
     if settings.regenerate:
         from .answers import regenerate  # here, for it is a command as well: python -m
@@ -308,7 +303,11 @@ def _run(settings: TrainSettings, checkpoints: Checkpoints) -> TrainReport:
     )
     student, make_recipe = begin(settings, given, model, config, examples)
     settings, needs = fitting(
-        settings, student, weight_bytes(model), examples, needs_for(settings, student)
+        settings,
+        student,
+        weight_bytes(model),
+        examples,
+        needs_for(settings, student, Teacher(model, ()).width),
     )
     trainer = Trainer(make_recipe(settings), tokenizer, examples, checkpoints)
     if found is not None:
@@ -318,28 +317,6 @@ def _run(settings: TrainSettings, checkpoints: Checkpoints) -> TrainReport:
     stop = StopSignals(once=True)
     with stop, memory_kept_to(needs.total, of_others), checkpoints.explaining():
         return trainer.run(stop)
-
-
-def _begin_with(settings: TrainSettings) -> tuple[TrainSettings, Given | None]:
-    """Find what --init names, and give the settings the defaults of its kind."""
-    name = settings.init
-    if name is None:
-        kind = settings.kind or "eagle3"
-        check_kind(kind, None)
-        return filled(settings, kind), None
-    if name == AUTO:
-        name = known_drafter(settings.model, TRAINED)
-        if is_first():
-            print(f"Beginning with {name}, the drafter that is known for {settings.model}.")
-    given = open_given(name, settings.model)
-    kind = trained_as(given, settings.kind)
-    check_kind(kind, name)
-    if settings.kind not in (None, kind):
-        raise ValueError(
-            f"--kind is {settings.kind}, and {name} is {title_of(kind)}: leave out one of --kind "
-            "and --init."
-        )
-    return filled(replace(settings, init=name), kind), given
 
 
 def _shown(name: str) -> str:

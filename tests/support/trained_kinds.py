@@ -22,7 +22,7 @@ from training import VOCAB, write_model
 from mlx_eagle.target_model.target import Target
 from mlx_eagle.train.batches import TokenBatch
 from mlx_eagle.train.block import anchors_of
-from mlx_eagle.train.given import converted, open_given
+from mlx_eagle.train.given import open_given
 from mlx_eagle.train.kinds import TRAINED, filled, student_of
 from mlx_eagle.train.recipe import Recipe
 from mlx_eagle.train.settings import TrainSettings
@@ -185,7 +185,7 @@ def recipe_of(case: Case, kind: str, **options: Any) -> Recipe:
         model=str(case.target), data="", output="", init=str(case.given), **options
     )
     settings = filled(settings, kind)
-    given = converted(open_given(str(case.given), str(case.target)), str(case.target))
+    given = open_given(str(case.given), str(case.target))
     student = student_of(settings, given, case.model)
     return TRAINED[kind].recipe(settings, student, case.model, given)
 

@@ -4,20 +4,13 @@ import json
 import resource
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 from helpers import SIZES, byte_tokenizer, tiny_llama
 from mlx_lm.utils import save_model
-
-from mlx_eagle.train.losses import step_losses
-from mlx_eagle.train.optimizer import TrainStep
-from mlx_eagle.train.settings import LossSettings, TrainSettings
-from mlx_eagle.train.student import Student
 
 TEMPLATE = (
     "{% for m in messages %}"
@@ -85,15 +78,6 @@ def chats(num: int, length: int = 6, first: int = 0) -> list[dict]:
 def weights_of(folder: Path) -> dict[str, np.ndarray]:
     """Read the weights of a finished head."""
     return {k: np.array(v) for k, v in mx.load(str(folder / "model.safetensors")).items()}
-
-
-def step_of(student: Student, losses: LossSettings, **options: Any) -> TrainStep:
-    """Make the steps of an EAGLE head that learns by these losses, without a recipe."""
-    settings = TrainSettings("", "", "", **{"max_grad_norm": 0.5, **options})
-    by = partial(step_losses, settings=losses)
-    recipe: Any = SimpleNamespace(settings=settings, student=student, losses=by)
-    recipe.weights = losses.weights
-    return TrainStep(recipe)
 
 
 @contextmanager

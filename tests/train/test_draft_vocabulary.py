@@ -13,8 +13,12 @@ from training import VOCAB, chats, write_data, write_target
 import mlx_eagle
 from mlx_eagle.train import train
 from mlx_eagle.train.__main__ import main
+from mlx_eagle.train.data import Examples
 from mlx_eagle.train.draft_vocabulary import resized
-from mlx_eagle.train.student import student_from
+from mlx_eagle.train.given import open_given
+from mlx_eagle.train.kinds import begin, filled
+from mlx_eagle.train.settings import TrainSettings
+from mlx_eagle.train.student import Student
 
 RUN = {
     "iters": 1,
@@ -38,11 +42,18 @@ def folders(tmp_path_factory):
     return target, data, folder / "few"
 
 
+def student_from(folder: Path, model, target: Path) -> Student:
+    """The student of a run that begins with the head in that folder."""
+    settings = filled(TrainSettings(str(target), "", "", init=str(folder)), "eagle3")
+    given = open_given(str(folder), str(target))
+    return begin(settings, given, model, {}, Examples((), (), ()))[0]
+
+
 def test_rows_of_new_tokens(folders):
     """Old tokens keep their rows; those of new ones are made of the target's by least squares."""
     target, _, few = folders
     model, _ = mlx_lm.load(str(target))
-    before = student_from(str(few), model, str(target))
+    before = student_from(few, model, target)
     ids = np.array(before.ids)
     rows = np.array(before.head.lm_head.weight)
     new = np.setdiff1d(np.arange(0, VOCAB, 2), ids)
@@ -98,7 +109,7 @@ def test_a_narrowed_head_says_of_what_is_left_what_it_said(folders, tmp_path, sh
     """Both with an output matrix of the head's own and with the target's."""
     target, _, few = folders
     model, _ = mlx_lm.load(str(target))
-    before = student_from(str(shared(few, tmp_path) if shares else few), model, str(target))
+    before = student_from(shared(few, tmp_path) if shares else few, model, target)
     kept = np.sort(np.array(before.ids)[::3])
     states = mx.random.normal((5, before.head.config.hidden_size))
     said = np.array(before.head.logits(states))

@@ -100,4 +100,4 @@ def test_one_truth_is_said_about_validation(target, tmp_path, capsys):
     said = capsys.readouterr().out
     assert report.evaluation.num_sequences == 3
     assert "without validation" not in said and "3 are held out" in said
-    assert said.index("The target gives 60 answers, into") < said.index("60 answers of")
+    assert said.index("The target gives 60 answers") < said.index("60 answers of")

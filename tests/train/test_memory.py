@@ -14,7 +14,7 @@ import pytest
 from assistants import tiny_assistant, tiny_gemma4
 from drafter_pairs import tiny_mtp, tiny_qwen3_next
 from helpers import SIZES, tiny_llama
-from training import chats, step_of, write_data, write_target
+from training import chats, write_data, write_target
 
 from mlx_eagle import load_fast_blas
 from mlx_eagle.drafters.base import Drafter
@@ -26,7 +26,7 @@ from mlx_eagle.train.__main__ import main, settings_of
 from mlx_eagle.train.batches import TokenBatch
 from mlx_eagle.train.data import Example, Examples
 from mlx_eagle.train.kinds import TRAINED, filled, needs_for, student_of
-from mlx_eagle.train.memory import Sizes, memory_kept_to, needs_of
+from mlx_eagle.train.memory import Sizes, memory_kept_to
 from mlx_eagle.train.optimizer import TrainStep
 from mlx_eagle.train.recipe import Recipe
 from mlx_eagle.train.settings import LossSettings, TrainSettings
@@ -51,11 +51,13 @@ TARGET_8B = 4.52 * GB  # Meta-Llama-3.1-8B-Instruct in 4 bits
 def test_a_head_of_8b_fits(num_texts, most):
     """None of its arrays is ever computed."""
     ids = mx.arange(32000)
-    student = Student(Eagle3Head(LLAMA_8B), lambda tokens: tokens, (2, 16, 29), ids, mx.float16)
+    head = Eagle3Head(LLAMA_8B)
+    embed = nn.Embedding(1, 4096)
+    student = Student(head, embed, (2, 16, 29), ids, mx.float16)
     assert 400e6 < student.num_parameters < 440e6
     sizes = Sizes(num_texts, 2048, num_texts * 2048)
     losses = LossSettings(checkpoint=True)
-    parts = needs_of(student, TARGET_8B, sizes, losses, is_summed=False)
+    parts = TRAINED["eagle3"].needs(student, TARGET_8B, sizes, losses, is_summed=False)
     assert parts["their moments"] == 8 * student.num_parameters
     assert sum(parts.values()) < most * GB
 
@@ -127,6 +129,7 @@ def test_what_is_proposed_first(room, fine_tune_type, flags, student, monkeypatc
         batch = float(sizes.num_texts * sizes.length)
         return {"their moments": 600.0, "gradients": 40.0, "batch": batch, "activations": blocks}
 
+    student = replace(student, head=nn.Linear(2, 2))  # no EAGLE head, which has no lora
     texts = Examples((Example((1,) * 128, 5),), (), ())
     settings = TrainSettings(
         "", "", "", anchors=64, batch_size=4, grad_checkpoint=True, fine_tune_type=fine_tune_type
@@ -176,7 +179,8 @@ def test_an_update_has_old_and_new_of_one_tensor_at_a_time():
     model = tiny_llama(0, vocab_size=258, hidden_size=128)
     sizes = {**SIZES, "hidden_size": 128}
     student = fresh_student(model, sizes, np.arange(64, dtype=np.int32), fresh(4, 64))
-    step = step_of(student, LossSettings())
+    settings = filled(fresh(4, 64), "eagle3")
+    step = TrainStep(SimpleNamespace(student=student, settings=settings))
     mx.eval(step.weights, step.moments)
     largest = max(weight.nbytes for weight in step.weights.values())
     everything = sum(weight.nbytes for weight in step.weights.values())
@@ -267,7 +271,7 @@ def recipe_of(run) -> Recipe:
     settings = replace(settings, aux_layers=(0, 1, 2), draft_vocab_size=vocab, mask_token_id=mask)
     settings = filled(settings, kind)
     nothing = Examples([], [], [])
-    student = row.make_student(settings, model, sizes, nothing)
+    student = row.make_student(settings, None, model, sizes, nothing)
     return row.recipe(settings, student, model, None, nothing)
 
 

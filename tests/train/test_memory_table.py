@@ -19,12 +19,11 @@ from mlx_eagle.drafters.target_parts import find_embedding, lm_head_of
 from mlx_eagle.system.device import weight_bytes
 from mlx_eagle.train import memory
 from mlx_eagle.train.__main__ import settings_of
-from mlx_eagle.train.block import fresh_fields
 from mlx_eagle.train.data import Example, Examples
 from mlx_eagle.train.kinds import TRAINED, filled, needs_for, student_of
 from mlx_eagle.train.memory import amount, fitting
 from mlx_eagle.train.settings import TrainSettings
-from mlx_eagle.train.student import Student
+from mlx_eagle.train.student import Student, block_fields
 
 PAGE = Path(__file__).parents[2] / "docs" / "pages" / "training.md"
 ROOM = 40e9  # bytes that can be used
@@ -91,7 +90,7 @@ def drafter_of(kind: str, model: nn.Module, settings: TrainSettings) -> Any:
     if kind == "assistant":
         return AssistantDrafter(Assistant(E4B_ASSISTANT), model)
     make_config, make_head, make_drafter = KINDS[kind]
-    fields = fresh_fields(settings, model, QWEN3_8B)
+    fields = block_fields(settings, model, QWEN3_8B)
     config: BlockConfig = make_config(**fields, **MORE.get(kind, {}))
     embedding, _ = find_embedding(model)
     return make_drafter(make_head(config), embedding, lm_head_of(model, embedding))
@@ -101,7 +100,7 @@ def student_for(kind: str, model: nn.Module, settings: TrainSettings) -> Student
     row = TRAINED[kind]
     if row.make_student is not None:
         nothing = Examples((), (), ())
-        return row.make_student(settings, model, QWEN3_8B, nothing)
+        return row.make_student(settings, None, model, QWEN3_8B, nothing)
     drafter = drafter_of(kind, model, settings)
     given = SimpleNamespace(kind=kind, published=None, load=lambda model, dtype: drafter)
     return student_of(settings, given, model)

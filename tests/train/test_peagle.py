@@ -134,7 +134,7 @@ def recipe_of(model, **options) -> PEagleRecipe:
     config = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     config |= {"intermediate_size": 96, "rms_norm_eps": 1e-5}
     mx.random.seed(3)
-    student = make_student(settings, model, config, examples)
+    student = make_student(settings, None, model, config, examples)
     return PEagleRecipe(settings, student, model, None, examples)
 
 

@@ -22,11 +22,10 @@ from training import write_model
 
 from mlx_eagle.drafters.head_weights import split_weights
 from mlx_eagle.train.batches import TokenBatch
-from mlx_eagle.train.chains import chain_targets
 from mlx_eagle.train.data import Examples
-from mlx_eagle.train.kinds import filled
+from mlx_eagle.train.given import open_given
+from mlx_eagle.train.kinds import begin, filled
 from mlx_eagle.train.optimizer import TrainStep
-from mlx_eagle.train.peagle import PEagleRecipe, make_student
 from mlx_eagle.train.recipe import Recipe
 from mlx_eagle.train.settings import TrainSettings
 
@@ -166,7 +165,7 @@ def test_mtp(name: str, tmp_path: Path) -> None:
     example = Example(name, tmp_path, MTP[name])
     recipe = example.recipe("mtp", loss="ce", labels="text", mtp_attention="step")
     states = mx.array(example.arrays["states"])
-    example.compare(recipe, states, chain_targets(example.batch, recipe.depth))
+    example.compare(recipe, states, recipe.teach(example.batch, 0)[1])
 
 
 def test_assistants(tmp_path: Path) -> None:
@@ -183,8 +182,9 @@ def test_peagle(tmp_path: Path) -> None:
     values = {"model": str(example.target), "init": str(example.given), "depths": 4}
     settings = filled(TrainSettings(data="", output="", **values), "peagle")
     none = Examples([], [], [])
-    student = make_student(settings, example.model, {}, none)
-    recipe = PEagleRecipe(settings, student, example.model, None, none)
+    given = open_given(str(example.given), str(example.target))
+    student, recipe_of = begin(settings, given, example.model, {}, none)
+    recipe = recipe_of(settings)
     text, slot, depth = example.arrays["elements"].T
     kept = [[slot[(text == t) & (depth == d)] for d in (1, 2, 3)] for t in range(3)]
     step = TrainStep(recipe)

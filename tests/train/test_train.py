@@ -615,21 +615,6 @@ def test_a_wrong_setting_in_a_file_is_refused(line, tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_a_compiled_step_learns_the_same(target, data, tmp_path, monkeypatch):
-    """Steps are compiled as on a GPU; on a CPU this takes longer than the run."""
-    run = {**QUICK, "iters": 4, "grad_accumulation_steps": 2, "ttt_steps": 2}
-    train(str(target), str(data), str(tmp_path / "plain"), **run)
-    for name in ("compiled", "optimizer"):
-        monkeypatch.setattr(f"mlx_eagle.train.{name}.is_compiled", lambda: True)
-    train(str(target), str(data), str(tmp_path / "compiled"), **run)
-    ours = weights_of(tmp_path / "plain")
-    theirs = weights_of(tmp_path / "compiled")
-    for name, wanted in ours.items():
-        most = tolerance() * max(np.linalg.norm(wanted), 1)
-        assert np.linalg.norm(theirs[name] - wanted) <= most, name
-
-
-@pytest.mark.exhaustive
 def test_a_head_is_adapted_to_a_target_with_adapters(target, data, tmp_path):
     train(str(target), str(data), str(tmp_path / "first"), **QUICK)
     lora = [sys.executable, "-m", "mlx_lm", "lora", "--train", "--model", str(target)]

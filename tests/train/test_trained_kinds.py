@@ -23,15 +23,16 @@ from trained_kinds import (
 from training import chats, weights_of, write_data, write_target
 
 import mlx_eagle
+from mlx_eagle.draft_models import known_drafter
 from mlx_eagle.drafters.kinds import KINDS
 from mlx_eagle.drafters.pairs import pairs_for
 from mlx_eagle.system.cli_values import flag_of
-from mlx_eagle.train import block, train
-from mlx_eagle.train.dflash2 import fresh as fresh_dflash2
-from mlx_eagle.train.given import converted, known_drafter, open_given
-from mlx_eagle.train.kinds import TRAINED
+from mlx_eagle.train import block, teacher, train
+from mlx_eagle.train.given import open_given
+from mlx_eagle.train.kinds import MADE_OF, TRAINED
 from mlx_eagle.train.optimizer import TrainStep
 from mlx_eagle.train.settings import TrainSettings
+from mlx_eagle.train.student import write_fresh
 
 BOUND = {"assistant": 5e-5}  # of all others 2e-5
 MORE = {
@@ -157,7 +158,7 @@ def test_more_is_trained_where_it_is_asked_for(what, data, tmp_path):
     model, tokenizer = mlx_lm.load(str(case.target))
     drafter = mlx_eagle.load_drafter(out, model)
     published = open_given(str(out / "published"), str(case.target))
-    again = converted(published, str(case.target)).load(model, None)
+    again = published.load(model, None)
     before = dict(tree_flatten(recipe._initial()))
     mine = dict(tree_flatten(drafter.head.parameters()))
     for name, array in tree_flatten(again.head.parameters()):
@@ -245,7 +246,7 @@ def test_a_drafter_learns_and_texts_stay_the_targets(case, data, tmp_path, capsy
         assert drafted == plain
     # What was published says the same when it is converted.
     published = open_given(str(out / "published"), str(case.target))
-    again = converted(published, str(case.target)).load(model, None)
+    again = published.load(model, None)
     mine = dict(tree_flatten(drafter.head.parameters()))
     for name, array in tree_flatten(again.head.parameters()):
         assert mx.allclose(array, mine[name], atol=1e-6).item(), name
@@ -328,6 +329,13 @@ def test_the_targets_own_layers(refused, data, tmp_path):
         assert found[name].dtype == mx.bfloat16 and mx.array_equal(found[name], array), name
 
 
+def test_mtp_layers_need_the_states_of_their_target(tmp_path, monkeypatch):
+    monkeypatch.setattr(teacher, "scale_and_cap", lambda *args: None)
+    case = CASES["mtp"](tmp_path)
+    with pytest.raises(ValueError, match="more than a product"):
+        recipe_of(case, "mtp")
+
+
 @pytest.mark.parametrize("kind", CASES)
 def test_the_result_can_be_quantized_and_adapted_again(kind, refused, data, tmp_path):
     given = refused[kind]
@@ -375,7 +383,7 @@ def test_a_fresh_head_of_blocks_learns(kind, refused, data, tmp_path):
     assert again.kind == kind
     if kind == "dflash2":  # nothing is mixed before it learns
         new = tmp_path / "new"
-        block.write_fresh(new, fresh_dflash2, TrainSettings("", "", "", **options), model, SIZES)
+        write_fresh(new, TrainSettings("", "", "", **options), model, SIZES)
         convolution = mx.load(str(new / "model.safetensors"))
         kernel = convolution["layers.1.mlp_conv.base_kernel"]
         assert kernel.shape == (2, 2, 64) and kernel[:, 0].min() == 1 and kernel[:, 1].max() == 0
@@ -383,7 +391,7 @@ def test_a_fresh_head_of_blocks_learns(kind, refused, data, tmp_path):
 
 
 def test_kinds_that_are_trained_are_kinds():
-    assert {row.of or name for name, row in TRAINED.items()} <= set(KINDS)
+    assert {MADE_OF.get(name, name) for name in TRAINED} <= set(KINDS)
     assert set(CASES) | {"eagle3", "peagle"} == set(TRAINED)  # each is tested
 
 
