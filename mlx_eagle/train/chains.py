@@ -68,7 +68,7 @@ class ChainRecipe(Recipe):
     ):
         super().__init__(settings, student, model, given)
         self.teacher = teacher
-        self.terms = settings.losses().terms
+        self.terms = settings.terms
 
     @abstractmethod
     def steps(

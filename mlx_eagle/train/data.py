@@ -168,21 +168,19 @@ def read_examples(
     if valid:
         held_out, _ = _sequences(valid, *how)
         alike = likeness(list(dict.fromkeys(x.words for x in learnt)))
-        num_known = sum(bool(alike(x.words)) for x in held_out)
-        if num_known:
+        if num_known := sum(bool(alike(x.words)) for x in held_out):
             notes.append(
                 f"{num_known} of {len(held_out)} sequences of valid.jsonl ask what train.jsonl "
                 "asks, in these words or almost: of them the figures say little."
             )
-        return Examples(tuple(learnt), tuple(held_out), tuple(notes))
-    chosen = choose_held_out([x.words for x in learnt])
-    what = "the prompts are too few or too much alike to hold any out"
-    if chosen:
-        what = f"{len(chosen)} of {len(learnt)} sequences are held out, and none like them is"
-        what += " learnt from"
-    notes.append(f"There is no valid.jsonl: {what}.")
-    held_out = [learnt[i] for i in sorted(chosen)]
-    learnt = [x for i, x in enumerate(learnt) if i not in chosen]
+    else:
+        chosen = choose_held_out([x.words for x in learnt])
+        what = f"{len(chosen)} of {len(learnt)} sequences are held out, and all that are like them"
+        if not chosen:
+            what = "the prompts are too few or too much alike to hold any out"
+        notes.append(f"There is no valid.jsonl: {what}.")
+        held_out = [learnt[i] for i in sorted(chosen)]
+        learnt = [x for i, x in enumerate(learnt) if i not in chosen]
     return Examples(tuple(learnt), tuple(held_out), tuple(notes))
 
 

@@ -32,7 +32,7 @@ class DSparkRecipe(BlockRecipe):
             rows.append(logits)
         probs = self.teacher.probs(final)
         logits = mx.stack(rows, axis=1)[..., : probs.shape[-1]].astype(mx.float32)
-        loss = mixed_losses(self.settings.losses().terms, logits, probs, labels)
+        loss = mixed_losses(self.settings.terms, logits, probs, labels)
         sure = drafter.confidence_logits(states, before)
         if sure is None:
             return [loss]

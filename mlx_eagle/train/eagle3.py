@@ -96,7 +96,7 @@ class Eagle3Recipe(ChainRecipe):
         if self.settings.loss == "ce":
             return losses
         rates = zip(losses, found[self.depth :], weights, targets.counts, strict=True)
-        return [acceptance_loss(*each, self.settings.losses()) for each in rates]
+        return [acceptance_loss(*each, self.settings) for each in rates]
 
     def _stored(self, parameters: Any, dtype: mx.Dtype) -> dict[str, mx.array]:
         """Return parameters in ``dtype``, by their names in a converted folder."""

@@ -78,19 +78,15 @@ def evaluate(recipe: Recipe, examples: Sequence[Example], batch_size: int) -> Ev
 def _hits(recipe: Recipe, examples: Sequence[Example]) -> list[np.ndarray]:
     """Compare drafts with each text: (D, S), whose first slot drafts the answer's second token."""
     batch = make_batch(examples, range(len(examples)))
-    length = batch.tokens.shape[1]
-    spans = [(max(0, x.num_prompt - 1), len(x.tokens) - 2) for x in examples]
-    places = [np.arange(*span) + i * length for i, span in enumerate(spans)]
-    drafts = recipe.drafts(batch.tokens, mx.array(np.concatenate(places)))
-    ends = np.cumsum([len(own) for own in places])[:-1]
-    hits = []
-    for example, (first, last), own in zip(
-        examples, spans, np.split(drafts, ends, axis=1), strict=True
-    ):
-        text = np.pad(example.tokens, (0, recipe.depth), constant_values=UNKNOWN)
-        truth = [text[first + 2 + d : last + 2 + d] for d in range(recipe.depth)]
-        hits.append(own == np.stack(truth))
-    return hits
+    size, length = batch.tokens.shape
+    # Slot i drafts token i + 2, which the last slot that counts does not have.
+    rows, slots = (batch.counts[:, :-1] & batch.counts[:, 1:]).nonzero()
+    drafts = recipe.drafts(batch.tokens, mx.array(rows * length + slots))
+    texts = np.full((size, length + recipe.depth), UNKNOWN)
+    for row, example in enumerate(examples):
+        texts[row, : len(example.tokens)] = example.tokens
+    hits = drafts == texts[rows, slots + 2 + np.arange(recipe.depth)[:, None]]
+    return np.split(hits, np.cumsum(np.bincount(rows, minlength=size))[:-1], axis=1)
 
 
 @dataclass(frozen=True)
@@ -129,15 +125,13 @@ def generate_held_out(
     with open_bar(recipe.depth * len(prompts), "Generating", "answer") as bar:
         for size in range(1, recipe.depth + 1):
             total = Stats()
+            options: dict[str, Any] = {"draft_model": drafter, "num_draft_tokens": size}
             for prompt in map(list, prompts):
-                options: dict[str, Any] = {"draft_model": drafter, "num_draft_tokens": size}
-                for response in stream_generate(
-                    recipe.model, tokenizer, prompt, settings.test_tokens, **options
-                ):
-                    if stop.is_asked:
-                        return None
-                    stats = response.stats
-                total += stats
+                how = (recipe.model, tokenizer, prompt, settings.test_tokens)
+                *_, last = stream_generate(*how, **options)
+                if stop.is_asked:
+                    return None
+                total += last.stats
                 bar.update()
             lengths.append(total.mean_acceptance_length)
     return Generated(tuple(lengths), len(prompts), settings.test_tokens)

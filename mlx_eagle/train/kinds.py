@@ -204,7 +204,7 @@ def filled(settings: TrainSettings, kind: str) -> TrainSettings:
                 f"{flag} trains whole matrices, and --fine-tune-type lora small ones beside them: "
                 "leave out one of the two."
             )
-    asked = settings.losses().terms if "tv" in row.losses else {settings.loss}
+    asked = settings.terms if "tv" in row.losses else {settings.loss}
     if settings.loss is not None and not {*asked} <= {*row.losses}:
         raise ValueError(
             f"--loss is {settings.loss}, and {title} is trained with one of "

@@ -11,7 +11,7 @@ import mlx.nn as nn
 from mlx.nn.losses import cross_entropy
 
 from .chunks import Arrays, chunk_rows, with_weights
-from .settings import LossSettings
+from .settings import TrainSettings
 
 TINY = 1e-8  # in place of a count of 0, which is divided by
 TINIEST = 1e-37  # in place of an acceptance rate of 0, whose logarithm is taken: float32 holds it
@@ -64,7 +64,7 @@ def mixed_losses(
 ) -> mx.array:
     """Compare logits (..., V) with the target's probabilities (..., V), or with labels (...).
 
-    Returns the sums (...) of ``LossSettings.terms``: "ce" is of the labels, all others of the
+    Returns the sums (...) of ``TrainSettings.terms``: "ce" is of the labels, all others of the
     probabilities.
     """
     total = mx.zeros(logits.shape[:-1])
@@ -85,7 +85,7 @@ def acceptance_loss(
     accepted: mx.array,
     weights: mx.array,
     count: mx.array,
-    settings: LossSettings,
+    settings: TrainSettings,
 ) -> mx.array:
     """Compute one of the LK losses of a step, ().
 
@@ -93,7 +93,7 @@ def acceptance_loss(
     acceptance rate and the weight of each slot, ``count`` () the number of slots that count.
     """
     count = mx.maximum(count, TINY)
-    if settings.kind == "lk-alpha":
+    if settings.loss == "lk-alpha":
         logs = mx.where(accepted > 0, mx.log(mx.maximum(accepted, TINIEST)), 0.0)
         return -(logs * weights).sum() / count
     rate = (accepted * weights).sum() / count

@@ -16,7 +16,7 @@ from .batches import PAD_TO
 from .chunks import CHUNK_BYTES
 from .data import Examples
 from .optimizer import is_for_muon
-from .settings import LossSettings, TrainSettings
+from .settings import TrainSettings
 from .student import Student
 
 LIMIT = 0.9  # of the announced bytes: MLX compares before it makes an array, without its size
@@ -67,7 +67,7 @@ class Sizes:
     num_counted: int
 
 
-NeedsOf = Callable[[Student, float, Sizes, LossSettings, bool], dict[str, float]]
+NeedsOf = Callable[[Student, float, Sizes, TrainSettings, bool], dict[str, float]]
 
 
 def _numbers_of_row(head: nn.Module, is_within: bool, gated: int) -> int:
@@ -86,7 +86,7 @@ def needs_of(
     student: Student,
     target_bytes: float,
     sizes: Sizes,
-    losses: LossSettings,
+    settings: TrainSettings,
     is_summed: bool,
     told: int = 0,
     blocks: int = 0,
@@ -111,7 +111,7 @@ def needs_of(
     item = student.dtype.size
     head = student.head
     slots = sizes.num_texts * sizes.length
-    steps = 1.0 if blocks else sum(map(losses.share, range(losses.num_steps)))
+    steps = 1.0 if blocks else sum(map(settings.share, range(settings.num_steps)))
     rows = sizes.num_texts * blocks * block_size or slots * steps
     width = student.embed(mx.array([0])).shape[-1]
     layer = _numbers_of_row(head, is_within=attended > 0, gated=gated)
@@ -119,13 +119,13 @@ def needs_of(
     names = ("num_heads", "num_attention_heads", "n_heads")
     found = [getattr(m, name, 0) for _, m in head.named_modules() for name in names]
     num_heads = max((x for x in found if isinstance(x, int)), default=1)
-    columns = sizes.length * (1 if attended or not own_rows else losses.num_steps)
+    columns = sizes.length * (1 if attended or not own_rows else settings.num_steps)
     scores = num_heads * FULL * rows / steps * (columns + block_size)
     compared = FULL * (rows if blocks else sizes.num_counted * steps) * len(student.ids)
     chunk = min(CHUNK_BYTES, spread * compared)
     kernels = [m.base_kernel.size for _, m in head.named_modules() if "base_kernel" in m]
-    mixed = MIXED * sum(kernels) / (len(head.layers) if losses.checkpoint else 1)
-    kept = rows * item * (mixed + (KEPT * width if losses.checkpoint else layer))
+    mixed = MIXED * sum(kernels) / (len(head.layers) if settings.grad_checkpoint else 1)
+    kept = rows * item * (mixed + (KEPT * width if settings.grad_checkpoint else layer))
     again = rows * item * layer / (len(head.layers) if blocks else steps)
     if attended:
         scores = attended * min(CHUNK_BYTES, scores) + (chunk if spread > 1 else 0)
@@ -133,9 +133,9 @@ def needs_of(
         own = scores * item / FULL * len(head.layers)  # kept of the last step, the largest
         every = own * (steps + 1) / 2 if own_rows else own * steps
         again += own + item * student.num_parameters  # a step's own gradients, beside the sums
-        kept += 0 if losses.checkpoint else every
+        kept += 0 if settings.grad_checkpoint else every
         scores *= CHAINED
-    peak = max(scores + (again if losses.checkpoint else 0), COMPARED * chunk)
+    peak = max(scores + (again if settings.grad_checkpoint else 0), COMPARED * chunk)
     batch = slots * item * (width * (len(student.taps) + 1) + (told or width))
     return {"target": target_bytes} | _parts(student, is_summed, batch, kept + peak)
 
@@ -187,10 +187,10 @@ def fitting(
     def needs(batch: int, length: int, checkpoint: bool, anchors: int | None) -> Needs:
         num = max(1, batch // ranks)
         sizes = Sizes(num, length, num * min(answer, length))
-        losses = replace(settings.losses(), checkpoint=checkpoint)
+        own = replace(settings, grad_checkpoint=checkpoint)
         is_summed = settings.grad_accumulation_steps * settings.batch_size > batch
         blocks = {} if anchors is None else {"blocks": anchors}
-        found = estimate(student, target_bytes, sizes, losses, is_summed, **blocks)
+        found = estimate(student, target_bytes, sizes, own, is_summed, **blocks)
         found["their moments"] -= spared
         return Needs(found, usable, checkpoint)
 

@@ -22,7 +22,7 @@ from .chains import ChainTargets, chain_targets
 from .chunks import Arrays
 from .data import Examples
 from .losses import TINY, compared, mixed_losses, picked
-from .settings import LossSettings, TrainSettings
+from .settings import TrainSettings
 from .student import Student
 from .unroll import unroll_masked
 
@@ -82,9 +82,7 @@ class ElementTargets(NamedTuple):
     counts: mx.array
 
 
-def kept_slots(
-    batch: TokenBatch, settings: LossSettings, seed: int, epoch: int
-) -> list[list[np.ndarray]]:
+def kept_slots(batch: TokenBatch, settings: TrainSettings, epoch: int) -> list[list[np.ndarray]]:
     """Draw the slots a of each depth from 1, for each text: [text][depth - 1] (R,), ascending.
 
     They depend on the seed, the epoch and the number of the text alone. At depth d they are the
@@ -92,7 +90,7 @@ def kept_slots(
     """
     drawn = []
     for row, number in enumerate(batch.numbers):
-        dice = np.random.default_rng([seed, epoch, number])
+        dice = np.random.default_rng([settings.seed, epoch, number])
         (counted,) = batch.counts[row].nonzero()
         pool = counted
         own = []
@@ -112,7 +110,7 @@ class PEagleRecipe(eagle3.Eagle3Recipe):
     def teach(
         self, batch: TokenBatch, epoch: int, num_ranks: int = 1
     ) -> tuple[mx.array, ElementTargets]:
-        kept = kept_slots(batch, self.settings.losses(), self.settings.seed, epoch)
+        kept = kept_slots(batch, self.settings, epoch)
         return self.targets_of(batch, kept)
 
     def targets_of(

@@ -39,9 +39,8 @@ class Recipe(ABC):
         self.student = student
         self.model = model
         self.given = given
-        losses = settings.losses()
-        self.depth = losses.num_steps
-        self.weights = losses.weights
+        self.depth = settings.num_steps
+        self.weights = settings.step_weights
 
     @abstractmethod
     def teach(self, batch: TokenBatch, epoch: int, num_ranks: int = 1) -> tuple[mx.array, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..drafters.folder import write_files
-from ..system.atomic_folder import CannotWrite, locked, new_folder, remove_orphans
+from ..system.atomic_folder import CannotWrite, discard_folder, locked, new_folder, remove_orphans
 from ..system.safetensors import save_arrays
 
 FOLDER = "checkpoints"
@@ -65,6 +65,7 @@ class Checkpoints:
         """
         path = self._folder / f"{iteration:07d}"
         remove_orphans(self._folder.glob(".*"))  # of processes that were killed while they wrote
+        discard_folder(path)  # of a run that began again from an earlier checkpoint
         with new_folder(path) as draft:
             write_files(draft, **files)
             save_arrays(draft / STATE, state)

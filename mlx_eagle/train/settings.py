@@ -1,6 +1,7 @@
 """Settings of a training run, each with its flag and default, and the values that are refused."""
 
 import math
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
@@ -20,55 +21,6 @@ FREE = (
     "answer_rows", "quantize", "q_bits", "q_group_size", "report_to", "project_name",
 )  # fmt: skip
 """Settings that may change when a run resumes."""
-
-
-@dataclass(frozen=True)
-class LossSettings:
-    """Losses of a training-time test of ``num_steps``; step j has a weight of ``decay`` ** j.
-
-    ``kind``: "ce", soft cross-entropy; "lk-alpha", minus the mean log of the acceptance rate;
-    "lk-lambda", cross-entropy and one minus the acceptance rate, mixed by ``kl_scale`` *
-    exp(-``kl_decay`` * acceptance rate); "kl", the divergence from the target's distribution;
-    "tv", the share that is rejected; "l1", twice that; or a mix: "ce=.1,tv=.9". ``checkpoint``:
-    activations are computed again for the gradients. ``kept`` is the share of slots that a step
-    has of those of the step before.
-    """
-
-    num_steps: int = 7
-    decay: float = 0.8
-    kind: str = "ce"
-    kl_scale: float = 1.0
-    kl_decay: float = 1.0
-    checkpoint: bool = False
-    kept: float = 1.0
-
-    def __post_init__(self) -> None:
-        known = MIXED if "=" in self.kind else LOSSES
-        terms = self.terms.items()
-        is_whole = len(terms) == self.kind.count(",") + 1
-        if not is_whole or any(x not in known or not 0 < w < LARGEST for x, w in terms):
-            raise ValueError(
-                f"--loss is {self.kind}: give one of {', '.join(LOSSES)}, or of "
-                f"{', '.join(MIXED)} a mix such as ce=.1,tv=.9."
-            )
-
-    @property
-    def terms(self) -> dict[str, float]:
-        """Weights of the losses that are mixed: ce=.1,tv=.9 -> ce .1, tv .9; {} for no mix."""
-        parts = [part.partition("=") for part in self.kind.split(",")]
-        try:
-            return {name: float(weight) if by else 1.0 for name, by, weight in parts}
-        except ValueError:
-            return {}
-
-    @property
-    def weights(self) -> mx.array:
-        """Weights of the steps, (num_steps,)."""
-        return mx.array([self.decay**step for step in range(self.num_steps)])
-
-    def share(self, step: int) -> float:
-        """Return the share of all slots that a step has."""
-        return max(self.kept**step, LEAST_KEPT)
 
 
 def parse_temperatures(text: str) -> tuple[float, ...]:
@@ -123,8 +75,7 @@ class TrainSettings:
         aliases=("--from",),
     )
     kind: str | None = setting(
-        "Kind of a fresh drafter (default: eagle3); with --init it follows from that, but peagle "
-        "makes one of an EAGLE-3 head."
+        "Kind of a fresh drafter (default eagle3), or peagle to make one of an EAGLE-3 --init."
     )
     fine_tune_type: str = setting(
         "Train all weights, or small matrices beside them.", "full", choices=("full", "lora")
@@ -136,8 +87,7 @@ class TrainSettings:
     adapter_path: str | None = setting("Adapters of the target, as mlx_lm.lora writes them.")
     trust_remote_code: bool = setting("Let the target bring code of its own.", False)
     dtype: str | None = setting(
-        "Floats of the target and of the head's computing (default: as stored; on a CPU float32).",
-        choices=DTYPES,
+        "Floats of target and head (default: as stored; on a CPU float32).", choices=DTYPES
     )
     mask_prompt: bool = setting("Learn from answers only (the default).", True)
     iters: int = setting("Batches to train for.", 1000, least=0)
@@ -164,17 +114,11 @@ class TrainSettings:
     depths: int | None = setting("Tokens that a P-EAGLE head drafts at once (default 8).", least=1)
     step_decay: float | None = setting("Step j weighs this to the power of j (default: by kind).")
     loss: str | None = setting(
-        "ce: cross-entropy; kl: divergence from the target; tv: the share that it rejects; l1: "
-        "twice that; a mix of these, ce=.1,tv=.9; lk-alpha, lk-lambda: acceptance losses "
-        "(default: by kind)."
+        "ce, kl, tv, l1, or a mix: ce=.1,tv=.9; or lk-alpha, lk-lambda (default: by kind)."
     )
-    labels: str | None = setting(
-        "Tokens that ce compares with: the text's, or the target's choices (default: by kind).",
-        choices=("text", "argmax"),
-    )
+    labels: str | None = setting("Labels of ce (default: by kind).", choices=("text", "argmax"))
     mtp_attention: str | None = setting(
-        "Slots that a step of MTP layers sees: as in decoding (default), or its own step's.",
-        choices=("decoded", "step"),
+        "Slots that a step of MTP layers sees (default decoded).", choices=("decoded", "step")
     )
     anchors: int | None = setting("Blocks of a text, new in each epoch (default 128).", least=1)
     block_size: int | None = setting("Slots of a fresh drafter's block (default 16).", least=2)
@@ -182,23 +126,17 @@ class TrainSettings:
         "Token of a fresh drafter's masked slots (default: the last that has no text).", least=0
     )
     position_weights: str | None = setting(
-        "Weights by position in a block: dpace, by how likely it is to be reached; decay, by "
-        "exp(-k / gamma) (default: by kind).",
-        choices=("dpace", "decay"),
+        "Weights by position in a block (default: by kind).", choices=("dpace", "decay")
     )
     gamma: float | None = setting(
         "Positions in which decay falls by e (default: by block).", range=POSITIVE
     )
     loss_divisor: str | None = setting(
-        "Divisor of a block's losses: the sum of weights, the number of rows, or of texts "
-        "(default rows; with decay weights, but with kl rows).",
-        choices=("weights", "rows", "texts"),
+        "Divisor of a block's losses (default: by kind).", choices=("weights", "rows", "texts")
     )
     kl_scale: float = setting("lk-lambda: share of cross-entropy where nothing is accepted.", 1.0)
     kl_decay: float = setting("lk-lambda: how fast that share falls with acceptance.", 1.0)
-    num_layers: int | None = setting(
-        "Layers of a fresh drafter (default: 1, of blocks 5).", least=1
-    )
+    num_layers: int | None = setting("A fresh drafter's layers (default 1, blocks 5).", least=1)
     draft_vocab_size: int | None = setting(
         "Tokens that a head can draft (default: of --init, or 32000, or all).", least=1
     )
@@ -231,20 +169,39 @@ class TrainSettings:
         check_values(self)
         if self.cache_bits is not None and self.cache_features is None:
             raise ValueError("--cache-bits is about what --cache-features keeps: give both.")
-        # Both refuse values of their own.
-        self.losses()
-        self.answers()
+        assert self.terms and self.answers()  # both refuse values of their own
 
-    def losses(self) -> LossSettings:
-        settings = {
-            "num_steps": self.ttt_steps, "decay": self.step_decay, "kind": self.loss,
-            "kl_scale": self.kl_scale, "kl_decay": self.kl_decay,
-            "checkpoint": self.grad_checkpoint,
-        }  # fmt: skip
-        if self.depths is not None:
-            settings |= {"num_steps": self.depths, "decay": 1.0, "kept": KEPT}
-        given: dict[str, Any] = {k: v for k, v in settings.items() if v is not None}
-        return LossSettings(**given)
+    @property
+    def num_steps(self) -> int:
+        """Drafts in a row that are trained."""
+        return self.depths or self.ttt_steps or 1
+
+    @property
+    def step_weights(self) -> mx.array:
+        """Weights of these, (num_steps,): step j has ``step_decay`` ** j; without that, all 1."""
+        decay = 1.0 if self.step_decay is None else self.step_decay
+        return mx.array([decay**step for step in range(self.num_steps)])
+
+    @property
+    def terms(self) -> dict[str, float]:
+        """Weights of the losses that are mixed: ce=.1,tv=.9 -> ce .1, tv .9."""
+        if self.loss is None or self.loss in LOSSES:
+            return {self.loss or "ce": 1.0}
+        parts = [part.partition("=") for part in self.loss.split(",")]
+        terms = {}
+        with suppress(ValueError):
+            terms = {name: float(weight) if by else 1.0 for name, by, weight in parts}
+        is_whole = len(terms) == len(parts)
+        if not is_whole or any(x not in MIXED or not 0 < w < LARGEST for x, w in terms.items()):
+            raise ValueError(
+                f"--loss is {self.loss}: give one of {', '.join(LOSSES)}, or of "
+                f"{', '.join(MIXED)} a mix such as ce=.1,tv=.9."
+            )
+        return terms
+
+    def share(self, step: int) -> float:
+        """Return the share of all slots that a step has; a P-EAGLE head's have ever fewer."""
+        return 1.0 if self.depths is None else max(KEPT**step, LEAST_KEPT)
 
     def answers(self) -> AnswerSettings:
         sizes = (self.answer_tokens, self.max_seq_length, self.answer_rows)

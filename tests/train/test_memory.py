@@ -29,7 +29,7 @@ from mlx_eagle.train.kinds import TRAINED, filled, needs_for, student_of
 from mlx_eagle.train.memory import Sizes, memory_kept_to
 from mlx_eagle.train.optimizer import TrainStep
 from mlx_eagle.train.recipe import Recipe
-from mlx_eagle.train.settings import LossSettings, TrainSettings
+from mlx_eagle.train.settings import TrainSettings
 from mlx_eagle.train.student import Student, fresh_student
 
 GB = 1e9
@@ -56,8 +56,8 @@ def test_a_head_of_8b_fits(num_texts, most):
     student = Student(head, embed, (2, 16, 29), ids, mx.float16)
     assert 400e6 < student.num_parameters < 440e6
     sizes = Sizes(num_texts, 2048, num_texts * 2048)
-    losses = LossSettings(checkpoint=True)
-    parts = TRAINED["eagle3"].needs(student, TARGET_8B, sizes, losses, is_summed=False)
+    settings = TrainSettings("", "", "", ttt_steps=7, grad_checkpoint=True)
+    parts = TRAINED["eagle3"].needs(student, TARGET_8B, sizes, settings, is_summed=False)
     assert parts["their moments"] == 8 * student.num_parameters
     assert sum(parts.values()) < most * GB
 
@@ -78,6 +78,7 @@ def test_what_does_not_fit_names_flags_that_do(student, monkeypatch):
     """Activations are kept, then computed again; then the run is refused, with flags that fit."""
     texts = tuple(Example((1,) * length, 5) for length in (300, 256, 40))
     given = ["--model", "a", "--data", "b", "--output", "c", "--batch-size", "12"]
+    given += ["--ttt-steps", "7"]
     room = 1e12
 
     def fit(*flags: str):
@@ -282,10 +283,9 @@ def peak_and_needs(run) -> tuple[float, dict[str, float]]:
     student, model, settings = recipe.student, recipe.model, recipe.settings
     _, _, _, vocab, num_texts, length, _ = run
     mx.eval(model.parameters(), student.head.parameters())
-    losses = settings.losses()
     sizes = Sizes(num_texts, length, num_texts * (length - 1))
     needs = needs_for(settings, student)
-    needed = needs(student, weight_bytes(model), sizes, losses, False)
+    needed = needs(student, weight_bytes(model), sizes, settings, False)
     needed["their moments"] -= memory.spared_by(settings, student)
     forget_others()
     before = mx.get_active_memory() - weight_bytes(model) - weight_bytes(student.head)

@@ -193,8 +193,8 @@ def test_what_is_kept_is_behind_what_was_kept_before():
     counts[1, :30] = True
     counts[1, 12] = False
     batch = TokenBatch(np.zeros(counts.shape, np.int32), counts, 70, 2, (4, 9))
-    losses = TrainSettings(model="", data="", output="", depths=8).losses()
-    found = kept_slots(batch, losses, 0, 1)
+    settings = TrainSettings(model="", data="", output="", depths=8)
+    found = kept_slots(batch, settings, 1)
     for own, counted in zip(found, counts, strict=True):
         num = int(counted.sum())
         before = np.arange(70)
@@ -205,9 +205,9 @@ def test_what_is_kept_is_behind_what_was_kept_before():
             assert len(slots) == min(most, len(pool))
             before = slots
     alone = TokenBatch(batch.tokens[1:], counts[1:], 70, 1, (9,))
-    again = kept_slots(alone, losses, 0, 1)[0]
+    again = kept_slots(alone, settings, 1)[0]
     assert all(map(np.array_equal, again, found[1]))
-    other = kept_slots(alone, losses, 0, 2)[0]
+    other = kept_slots(alone, settings, 2)[0]
     assert not all(map(np.array_equal, again, other))
 
 
