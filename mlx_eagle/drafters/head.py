@@ -131,12 +131,7 @@ class DraftAttention(Attention):
         mask: mx.array | str | None,
     ) -> mx.array:
         """Attend from rows (m, I) -> (m, h), or (B, m, I) -> (B, m, h)."""
-        qk, v = self._heads(x)
-        if "q_norm" in self:
-            q, k = mx.split(qk, [self.num_heads], axis=1)
-            qk = mx.concatenate([self.q_norm(q), self.k_norm(k)], axis=1)
-        q, k = mx.split(self._rotate(qk, positions), [self.num_heads], axis=1)
-        q = self._scaled(q, positions)
+        q, k, v = self.project(x, positions)
         if isinstance(cache, DraftOverlay):
             assert not isinstance(mask, str), "a draft is not causal by a name"
             out = cache.attend(q, k, v, self.scale, mask)
@@ -145,6 +140,17 @@ class DraftAttention(Attention):
         attend: Any = scaled_dot_product_attention  # which takes the name of a mask as well
         out = attend(q, keys, values, cache=cache, scale=self.scale, mask=mask)
         return self.o_proj(self._from_heads(out, x.shape))
+
+    def project(
+        self, x: mx.array, positions: int | mx.array
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        """Queries (B, H, m, D), keys and values (B, Hkv, m, D) of rows; see ``_rotate``."""
+        qk, v = self._heads(x)
+        if "q_norm" in self:
+            q, k = mx.split(qk, [self.num_heads], axis=1)
+            qk = mx.concatenate([self.q_norm(q), self.k_norm(k)], axis=1)
+        q, k = mx.split(self._rotate(qk, positions), [self.num_heads], axis=1)
+        return self._scaled(q, positions), k, v
 
     def _heads(self, x: mx.array) -> tuple[mx.array, mx.array]:
         """Queries and keys (B, H + Hkv, m, D), before any norm, and values (B, Hkv, m, D)."""

@@ -9,7 +9,7 @@ from functools import partial
 
 import mlx.core as mx
 
-from ..drafters.head import DraftAttention, DraftLayer, Eagle3Head
+from ..drafters.head import DraftLayer, Eagle3Head
 from .chunks import Arrays, chunk_rows, in_chunks, run_step
 
 OUTSIDE = ("lm_head", "input_norm", "fc_norm", "embed_tokens", "mask_hidden")
@@ -115,7 +115,12 @@ def _advance(
     embeddings, hidden = head.enter(embeddings, hidden)
     for i, layer in enumerate(head.layers):
         x, residual = layer.enter(embeddings, hidden)
-        q, k, v = _project(layer.self_attn, x, step if slots is None else slots + step)
+        if slots is None:
+            q, k, v = layer.self_attn.project(x, step)
+        else:  # as rows of one text, for each has a position of its own
+            flat = x.reshape(1, -1, x.shape[-1])
+            found = layer.self_attn.project(flat, (slots + step).reshape(-1))
+            q, k, v = (y.reshape(-1, *slots.shape, y.shape[-1]).swapaxes(0, 1) for y in found)
         made += [k, v]
         chains = [*past, made]
         keys = [chain[2 * i] for chain in chains]
@@ -192,29 +197,3 @@ def _attended(
     for part, v in zip(parts[1:], own_values, strict=True):
         out = out + part * v
     return out
-
-
-def _project(
-    attention: DraftAttention, x: mx.array, position: int | mx.array
-) -> tuple[mx.array, mx.array, mx.array]:
-    """Project x (B, R, h) to queries (B, H, R, D), keys and values (B, Hkv, R, D).
-
-    ``position`` is that of the first row, or those (B, R) of all.
-    """
-    batch, rows, _ = x.shape
-    heads = attention.qkv_proj(x).reshape(batch, rows, -1, attention.head_dim).swapaxes(1, 2)
-    num_heads = attention.num_heads
-    q, k, v = mx.split(heads, [num_heads, num_heads + attention.num_kv_heads], axis=1)
-    if "q_norm" in attention:
-        q = attention.q_norm(q)
-        k = attention.k_norm(k)
-
-    def rotated(y: mx.array) -> mx.array:
-        if isinstance(position, int):
-            return attention.rope(y, offset=position)
-        # One batch entry per row: mx.fast.rope takes one offset for each.
-        alone = y.swapaxes(1, 2).reshape(batch * rows, -1, 1, attention.head_dim)
-        turned = attention.rope(alone, offset=position.reshape(-1))
-        return turned.reshape(batch, rows, -1, attention.head_dim).swapaxes(1, 2)
-
-    return rotated(q), rotated(k), v
