@@ -136,7 +136,13 @@ TRAINED: dict[str, TrainedKind] = {
         needs=partial(needs_of, gated=assistant.GELU, own_rows=False),
     ),
     "dflash": DFLASH,
-    "dspark": replace(DFLASH, recipe=dspark.DSparkRecipe, defaults=DSPARK, losses=MIXED),
+    "dspark": replace(
+        DFLASH,
+        recipe=dspark.DSparkRecipe,
+        defaults=DSPARK,
+        losses=MIXED,
+        needs=partial(DFLASH.needs, spread=dspark.DSparkRecipe.spread),
+    ),
     "dflash2": replace(DFLASH, recipe=dflash2.DFlash2Recipe),
 }
 """Kinds by their names in converted folders, and P-EAGLE heads."""
@@ -282,16 +288,6 @@ def student_of(settings: TrainSettings, given: Given, model: nn.Module) -> Stude
         own = head.lm_head.weight.shape[0] if "lm_head" in head else vocab_size
         ids = mx.arange(min(own, vocab_size), dtype=mx.int32)
     return Student(head, drafter.embed, drafter.taps, ids, dtype, drafter)
-
-
-def needs_for(settings: TrainSettings, student: Student, told: int = 0) -> NeedsOf:
-    """Return the estimate of what training this student takes; ``told`` is as in ``needs_of``."""
-    row = TRAINED[settings.kind]
-    estimate = partial(row.needs, told=told)
-    if settings.anchors is None:
-        return estimate
-    sizes = {"block_size": student.head.config.block_size, "spread": row.recipe.spread}
-    return partial(estimate, blocks=settings.anchors, **sizes)
 
 
 def with_mask(

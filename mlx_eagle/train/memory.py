@@ -89,8 +89,6 @@ def needs_of(
     settings: TrainSettings,
     is_summed: bool,
     told: int = 0,
-    blocks: int = 0,
-    block_size: int = 0,
     spread: int = 1,
     gated: int = 0,
     own_rows: bool = True,
@@ -101,8 +99,8 @@ def needs_of(
 
     ``is_summed`` if the gradients of several batches are added up; ``told`` is the ``width`` of
     the teacher, by default that of a state. A chain has a row for each slot and step, and sees
-    the rows of its steps if it has ``own_rows``; with ``blocks`` of a text, there is a row for
-    each slot of each block. All matrices of the layers keep inputs and outputs, gates ``gated``
+    the rows of its steps if it has ``own_rows``; of a drafter of blocks there is a row for each
+    slot of each block. All matrices of the layers keep inputs and outputs, gates ``gated``
     more arrays, and a layer ``between`` arrays of states besides. Attention in chunks has
     ``attended`` arrays of a chunk's size at once; all else, 0, keeps its scores. ``spread`` is as
     in ``BlockRecipe``. These numbers were measured, while MLX waits for what it has begun instead
@@ -111,6 +109,8 @@ def needs_of(
     item = student.dtype.size
     head = student.head
     slots = sizes.num_texts * sizes.length
+    blocks = settings.anchors or 0
+    block_size = head.config.block_size if blocks else 0
     steps = 1.0 if blocks else sum(map(settings.share, range(settings.num_steps)))
     rows = sizes.num_texts * blocks * block_size or slots * steps
     width = student.embed(mx.array([0])).shape[-1]
@@ -137,33 +137,28 @@ def needs_of(
         scores *= CHAINED
     peak = max(scores + (again if settings.grad_checkpoint else 0), COMPARED * chunk)
     batch = slots * item * (width * (len(student.taps) + 1) + (told or width))
-    return {"target": target_bytes} | _parts(student, is_summed, batch, kept + peak)
+    return {"target": target_bytes} | _parts(student, settings, is_summed, batch, kept + peak)
 
 
 def _parts(
-    student: Student, is_summed: bool, batch: float, activations: float
+    student: Student, settings: TrainSettings, is_summed: bool, batch: float, activations: float
 ) -> dict[str, float]:
-    """Add what all kinds take."""
+    """Add what all kinds take. Of the matrices that Muon learns, it keeps one moment."""
     item = student.dtype.size
     num = student.num_parameters
-    largest = max(w.size for _, w in tree_flatten(student.head.trainable_parameters()))
+    trained = tree_flatten(student.head.trainable_parameters())
+    largest = max(weight.size for _, weight in trained)
+    spared = sum(w.size for name, w in trained if is_for_muon(name, w))
     gradients = (FULL if is_summed else item) * num
     # Weights in the type that the head computes in, and a batch's own gradients beside the sum.
     copies = item * num * ((item < FULL) + is_summed)
     return {
         "weights": float(weight_bytes(student.head)),
-        "their moments": 2 * FULL * num,
+        "their moments": FULL * (2 * num - (spared if settings.optimizer == "muon" else 0)),
         "gradients": gradients,
         "batch": batch,
         "activations": max(copies + activations, 4 * FULL * largest),
     }
-
-
-def spared_by(settings: TrainSettings, student: Student) -> float:
-    """Return the bytes of moments that Muon does not keep; 0 with AdamW."""
-    weights = tree_flatten(student.head.trainable_parameters())
-    matrices = (weight.size for name, weight in weights if is_for_muon(name, weight))
-    return FULL * sum(matrices) if settings.optimizer == "muon" else 0.0
 
 
 def fitting(
@@ -182,16 +177,13 @@ def fitting(
     answer = max(x.num_answer for x in examples.train)
     usable = memory(this_machine())[1]
     ranks = mx.distributed.init().size()
-    spared = spared_by(settings, student)
 
     def needs(batch: int, length: int, checkpoint: bool, anchors: int | None) -> Needs:
         num = max(1, batch // ranks)
         sizes = Sizes(num, length, num * min(answer, length))
-        own = replace(settings, grad_checkpoint=checkpoint)
+        own = replace(settings, grad_checkpoint=checkpoint, anchors=anchors)
         is_summed = settings.grad_accumulation_steps * settings.batch_size > batch
-        blocks = {} if anchors is None else {"blocks": anchors}
-        found = estimate(student, target_bytes, sizes, own, is_summed, **blocks)
-        found["their moments"] -= spared
+        found = estimate(student, target_bytes, sizes, own, is_summed)
         return Needs(found, usable, checkpoint)
 
     batch = settings.batch_size

@@ -4,6 +4,7 @@ import math
 import time
 from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from .batches import BatchOrder, make_batch
 from .data import Examples, read_data, read_examples
 from .draft_vocabulary import coverage
 from .evaluation import Evaluation, Generated, evaluate, generate_held_out
-from .kinds import begin, begin_with, needs_for, with_mask
+from .kinds import TRAINED, begin, begin_with, with_mask
 from .log import TrainingLog, check_services
 from .memory import fitting, memory_kept_to
 from .optimizer import TrainStep, learning_rate
@@ -305,13 +306,8 @@ def _run(settings: TrainSettings, checkpoints: Checkpoints) -> TrainReport:
         data, tokenizer, vocab_size, settings.max_seq_length, settings.mask_prompt
     )
     student, make_recipe = begin(settings, given, model, config, examples)
-    settings, needs = fitting(
-        settings,
-        student,
-        weight_bytes(model),
-        examples,
-        needs_for(settings, student, Teacher(model, ()).width),
-    )
+    estimate = partial(TRAINED[settings.kind].needs, told=Teacher(model, ()).width)
+    settings, needs = fitting(settings, student, weight_bytes(model), examples, estimate)
     trainer = Trainer(make_recipe(settings), tokenizer, examples, checkpoints)
     if found is not None:
         trainer.restore(found)

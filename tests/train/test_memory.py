@@ -25,7 +25,7 @@ from mlx_eagle.train import memory, train
 from mlx_eagle.train.__main__ import main, settings_of
 from mlx_eagle.train.batches import TokenBatch
 from mlx_eagle.train.data import Example, Examples
-from mlx_eagle.train.kinds import TRAINED, filled, needs_for, student_of
+from mlx_eagle.train.kinds import TRAINED, filled, student_of
 from mlx_eagle.train.memory import Sizes, memory_kept_to
 from mlx_eagle.train.optimizer import TrainStep
 from mlx_eagle.train.recipe import Recipe
@@ -126,9 +126,9 @@ def test_what_does_not_fit_names_flags_that_do(student, monkeypatch):
 def test_what_is_proposed_first(room, fine_tune_type, flags, student, monkeypatch):
     """Fewer anchors, then smaller batches, then lora, and then shorter texts."""
 
-    def estimate(student, target_bytes, sizes, losses, is_summed, blocks):
-        batch = float(sizes.num_texts * sizes.length)
-        return {"their moments": 600.0, "gradients": 40.0, "batch": batch, "activations": blocks}
+    def estimate(student, target_bytes, sizes, settings, is_summed):
+        found = {"their moments": 600.0, "gradients": 40.0, "activations": settings.anchors}
+        return found | {"batch": float(sizes.num_texts * sizes.length)}
 
     student = replace(student, head=nn.Linear(2, 2))  # no EAGLE head, which has no lora
     texts = Examples((Example((1,) * 128, 5),), (), ())
@@ -284,9 +284,8 @@ def peak_and_needs(run) -> tuple[float, dict[str, float]]:
     _, _, _, vocab, num_texts, length, _ = run
     mx.eval(model.parameters(), student.head.parameters())
     sizes = Sizes(num_texts, length, num_texts * (length - 1))
-    needs = needs_for(settings, student)
+    needs = TRAINED[settings.kind].needs
     needed = needs(student, weight_bytes(model), sizes, settings, False)
-    needed["their moments"] -= memory.spared_by(settings, student)
     forget_others()
     before = mx.get_active_memory() - weight_bytes(model) - weight_bytes(student.head)
     step = TrainStep(recipe)

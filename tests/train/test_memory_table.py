@@ -19,7 +19,7 @@ from mlx_eagle.system.device import weight_bytes
 from mlx_eagle.train import memory
 from mlx_eagle.train.__main__ import settings_of
 from mlx_eagle.train.data import Example, Examples
-from mlx_eagle.train.kinds import TRAINED, filled, needs_for, student_of
+from mlx_eagle.train.kinds import TRAINED, filled, student_of
 from mlx_eagle.train.memory import amount, fitting
 from mlx_eagle.train.settings import TrainSettings
 from mlx_eagle.train.student import Student, fresh_block
@@ -111,7 +111,8 @@ def needs_with(kind: str, model: nn.Module, flags: list[str]) -> memory.Needs:
     student = student_for(kind, model, settings)
     length = settings.max_seq_length
     texts = Examples((Example((1,) * length, length),), (), ())
-    return fitting(settings, student, weight_bytes(model), texts, needs_for(settings, student))[1]
+    needs = TRAINED[settings.kind].needs
+    return fitting(settings, student, weight_bytes(model), texts, needs)[1]
 
 
 def cell(kind: str, model: nn.Module, how: str) -> str:
