@@ -31,7 +31,7 @@ from ..bench.configurations import PLAIN, Configuration, chain_of
 from ..bench.figures import joined, markdown_table
 from ..bench.flags import Settings
 from ..bench.measure import Measurement
-from ..bench.parity import compare, margin, next_logprobs, parity_words
+from ..bench.parity import compare, parity_words
 from ..bench.questions import load_questions, prompt_tokens
 from ..bench.report_file import SELF_TEST, report_of, write_report
 from ..bench.runner import Models, run_batch, run_once
@@ -394,23 +394,18 @@ class DemoPair:
     def attempt(self, way: str) -> list[Line]:
         """Compare drafted answers with those of plain mlx-lm: two of a batch, else one."""
         both = (PLAIN, WAYS[way])
-        target = self.models.target
         prompts = self.prompts if way == "batch" else self.prompts[:1]
         temp = 1.0 if way.startswith("sampled") else 0.0
+        sampling = Sampling(temp=temp, seed=SEED) if temp else None
         if way == "batch":
             runs = [run_batch(self.models, prompts, self.num_tokens, c) for c in both]
         else:
             options = (self.num_tokens, temp, SEED)
             runs = [run_once(self.models, c, prompts[0], *options) for c in both]
         lines = []
-        for prompt, plain, drafted in zip(prompts, *(run.texts for run in runs), strict=True):
-            result = compare(target, prompt, plain, drafted)
-            if temp and not result["identical"]:
-                index = result["index"]
-                sampling = Sampling(temp=temp, seed=SEED)
-                scores = noisy_scores(target, prompt + plain[:index], sampling, index)
-                result["margin"] = margin(scores, index, plain, drafted)
-            lines.append(self.line(way, result, len(drafted)))
+        for prompt, *texts in zip(prompts, *(run.texts for run in runs), strict=True):
+            result = compare(self.models.target, prompt, *texts, sampling=sampling)
+            lines.append(self.line(way, result, len(texts[1])))
         return lines
 
     def line(self, way: str, result: dict[str, Any], num_tokens: int) -> Line:
@@ -437,11 +432,3 @@ def num_tokens_within(seconds: float, model: nn.Module, prompt: list[int]) -> in
     prefill, step, verify = took
     most = (seconds - 2 * prefill) / (step + verify)
     return min(max(int(most), LEAST_TOKENS), MOST_TOKENS)
-
-
-def noisy_scores(
-    model: nn.Module, tokens: list[int], sampling: Sampling, position: int
-) -> mx.array:
-    """Scores (V,) whose largest is the token after ``tokens``, the ``position``-th drawn."""
-    logprobs = next_logprobs(model, tokens)
-    return sampling.log_probabilities(logprobs) + sampling.noise(position, logprobs.shape[-1])
