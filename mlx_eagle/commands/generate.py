@@ -156,10 +156,9 @@ def in_terminal(line: str) -> str:
     if len(line) <= columns:
         return line
     start = " " * (len(line) - len(line.lstrip()))
-    wrapper = textwrap.TextWrapper(columns, initial_indent=start, subsequent_indent=start + "    ")
-    wrapper.break_on_hyphens = False
-    wrapper.break_long_words = False
-    return wrapper.fill("  ".join(line.split()) if start else line)
+    indents = {"initial_indent": start, "subsequent_indent": start + "    "}
+    words = "  ".join(line.split()) if start else line
+    return textwrap.fill(words, columns, break_on_hyphens=False, break_long_words=False, **indents)
 
 
 def run(args: argparse.Namespace) -> None:
