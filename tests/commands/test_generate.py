@@ -267,11 +267,11 @@ MISTAKES = {
     "no such cache": (("--prompt-cache-file", "nowhere.safetensors"), "does not exist"),
     "no such schema": (
         ("--json-schema", "no.json"),
-        "--json-schema no.json cannot be read (No such",
+        "--json-schema: no.json cannot be read (No such",
     ),
     "no JSON as schema": (("--json-schema", __file__), "the schema is no JSON ("),
     "no expression": (("--regex", "("), "no text can be held to this regular expression: "),
-    "two grammars": (("--regex", "a", "--json-schema", "b"), "exclude each other"),
+    "two grammars": (("--regex", "a", "--json-schema", __file__), "exclude each other"),
     "a file as head": (("--draft-model", __file__), "give the folder it is in"),
 }
 
