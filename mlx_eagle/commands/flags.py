@@ -1,6 +1,7 @@
 """Flags about drafting that the commands share, checked and turned into objects."""
 
 import argparse
+import json
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -25,7 +26,6 @@ from ..system.cli_values import (
     QUANTIZED_BITS,
     Range,
     add_version_flag,
-    check_choice,
     check_ranges,
     read_number,
     use_plain_words,
@@ -101,6 +101,19 @@ def quantized_bits(text: str) -> int:
     return int(bits)
 
 
+def json_object(text: str) -> dict[str, Any]:
+    """The value of a flag that is a JSON object."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(
+            f"{text} is no JSON object: give one, such as '{{\"enable_thinking\": false}}'"
+        )
+    return value
+
+
 def schema_text(file: str) -> str:
     """The value of ``--json-schema``: what is in that file."""
     try:
@@ -164,6 +177,9 @@ PIPELINE = {
 }
 ADAPTED: Flags = {
     "model": {"help": "Folder or hub repo of the target. Default: the demo pair."},
+    "kv_bits": {"choices": QUANTIZED_BITS, "metavar": "BITS"},
+    "kv_group_size": {"choices": GROUP_SIZES, "metavar": "SIZE"},
+    "chat_template_config": {"type": json_object, "default": {}},
     "draft_model": {
         "help": "An EAGLE head, converted or not, or an ordinary model: folder or hub repo; "
         "'auto' for the known head of --model, 'mtp' for the layers that --model was published "
@@ -267,12 +283,6 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise ValueError(
             f"--max-tokens is {args.max_tokens}: give a positive number, or -1 for no limit."
         )
-
-
-def check_cache_flags(args: argparse.Namespace) -> None:
-    """Raise ValueError for bits and groups in which mlx quantizes no cache."""
-    check_choice("kv_bits", args.kv_bits, QUANTIZED_BITS)
-    check_choice("kv_group_size", args.kv_group_size, GROUP_SIZES)
 
 
 def load_pair(

@@ -34,7 +34,6 @@ from .flags import (
     TEXT_FLAGS,
     add_draft_flags,
     check_arguments,
-    check_cache_flags,
     grammar_options,
     load_pair,
     text_options,
@@ -81,7 +80,6 @@ def read_prompt(
     prefilled = args.prefill_response is not None
     if prefilled:
         messages.append({"role": "assistant", "content": args.prefill_response})
-    options = read_template_options(args.chat_template_config)
 
     def render() -> str:
         return apply_template(
@@ -90,7 +88,7 @@ def read_prompt(
             tokenize=False,
             continue_final_message=prefilled,
             add_generation_prompt=not prefilled,
-            **options,
+            **args.chat_template_config,
         )
 
     prompt = render()
@@ -99,20 +97,6 @@ def read_prompt(
         messages[-1]["content"] = "<query>"
         prompt = prompt[render().index("<query>") :]
     return tokenizer.encode(prompt, add_special_tokens=False)
-
-
-def read_template_options(text: str | None) -> dict[str, Any]:
-    """The value of --chat-template-config; ValueError unless it is a JSON object."""
-    try:
-        options = json.loads(text or "{}")
-    except (ValueError, RecursionError):
-        options = None
-    if not isinstance(options, dict):
-        raise ValueError(
-            f"--chat-template-config is {text}: give a JSON object, such as "
-            "'{\"enable_thinking\": false}'."
-        )
-    return options
 
 
 def read_cache(args: argparse.Namespace) -> tuple[list[Any] | None, dict[str, Any]]:
@@ -171,8 +155,6 @@ def run(args: argparse.Namespace) -> None:
         print("\n".join(map(in_terminal, lines)))
         return
     check_arguments(args)
-    check_cache_flags(args)
-    read_template_options(args.chat_template_config)
     if num_ranks() > 1:
         settle_ranks(args)
     if args.stats_json not in (None, "-"):
