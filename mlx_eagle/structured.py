@@ -11,7 +11,6 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
-from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -151,11 +150,8 @@ class JSONSchema(Grammar):
 
     def __init__(self, schema: Mapping[str, Any] | str, tokenizer: Any, strict: bool = True):
         """``schema`` may be JSON text. Raises ValueError for one that cannot be held to."""
-        options = schema_options(strict)
-        read = read_schema(schema)
-        super().__init__(
-            lambda: LLMatcher.grammar_from_json_schema(read, overrides=options), tokenizer
-        )
+        read = embedded(read_schema(schema), strict)
+        super().__init__(lambda: LLMatcher.grammar_from_json_schema(read), tokenizer)
 
 
 class JSONObject(JSONSchema):
@@ -215,6 +211,7 @@ class _Vocabulary:
             ) from err
         added: Mapping[int, Any] = inner.added_tokens_decoder
         self.special = {str(t): i for i, t in added.items() if self.tokens.is_special_token(i)}
+        self.executor = LLExecutor()  # threads, which all its texts share
         self.num_words = -(-self.tokens.vocab_size // 32)
         self.thinks = bool(getattr(tokenizer, "has_thinking", False))
         self.start = list(tokenizer.think_start_tokens) if self.thinks else []
@@ -325,13 +322,12 @@ class _Text:
             else:
                 text._walk(own, each)
             first += num
-        singles = [[chain] for chain in chains if chain[0]._is_suspect]
-        for group in [[chain for chain in chains if not chain[0]._is_suspect], *singles]:
-            if not group:
-                continue
+        alone = [[chain] for chain in chains if chain[0]._is_suspect]
+        others = [chain for chain in chains if not chain[0]._is_suspect]
+        for group in filter(None, [others, *alone]):
             begun = time.perf_counter()
             inputs = [(text._matcher, first, drafts) for text, first, drafts in group]
-            _executor().unsafe_compute_mask_ptr_with_draft_token(
+            texts[0]._vocabulary.executor.unsafe_compute_mask_ptr_with_draft_token(
                 inputs, bits.ctypes.data, 4 * width, len(bits)
             )
             seconds = (time.perf_counter() - begun) / sum(1 + len(each[2]) for each in group)
@@ -410,14 +406,10 @@ class _Text:
             raise GrammarError(f"the text cannot be held to its grammar: {_sentence(error)}")
 
 
-def schema_options(strict: bool) -> dict[str, Any]:
-    """llguidance's options for a schema; with ``strict`` it refuses what it cannot enforce."""
-    return {**ONE_LINE, "lenient": not strict, "coerce_one_of": not strict}
-
-
 def embedded(schema: Mapping[str, Any], strict: bool) -> str:
-    """A schema as it stands behind %json in a grammar."""
-    return json.dumps(dict(schema) | {"x-guidance": schema_options(strict)})
+    """A schema as llguidance reads it; with ``strict`` it refuses what it cannot enforce."""
+    options = {**ONE_LINE, "lenient": not strict, "coerce_one_of": not strict}
+    return json.dumps(dict(schema) | {"x-guidance": options})
 
 
 def spelled(text: str, tokenizer: Any) -> str:
@@ -456,11 +448,6 @@ def _choices(pattern: str) -> list[str]:
         else:
             choices[-1] += piece
     return choices
-
-
-@cache
-def _executor() -> "LLExecutor":
-    return LLExecutor()
 
 
 def _last(tokens: Sequence[int], mark: list[int]) -> int:
