@@ -277,12 +277,10 @@ def _check(module: ModuleType) -> None:
 
 def _takes(ours: Callable[..., Any], theirs: Callable[..., Any]) -> bool:
     """Whether the positions are the same and ``ours`` knows every name that ``theirs`` has."""
-    calls, known = (
-        {name: parameter.kind for name, parameter in inspect.signature(f).parameters.items()}
-        for f in (theirs, ours)
+    known, calls = (
+        [(each.name, each.kind) for each in inspect.signature(f).parameters.values()]
+        for f in (ours, theirs)
     )
-    positions = [
-        [name for name, kind in kinds.items() if kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
-        for kinds in (calls, known)
-    ]
-    return positions[0] == positions[1] and calls.items() <= known.items()
+    by_position = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    positions = [[each for each in own if each[1] is by_position] for own in (known, calls)]
+    return positions[0] == positions[1] and set(calls) <= set(known)
