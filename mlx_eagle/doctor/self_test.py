@@ -86,12 +86,6 @@ class Part:
     def has_failed(self) -> bool:
         return bool(self.error) or any(line[-1] == FAILED for line in self.lines)
 
-    @property
-    def verdict(self) -> str:
-        if self.is_left_out:
-            return "left out, there is no time"
-        return f"{FAILED if self.has_failed else 'ok'} ({self.seconds:.1f} s)"
-
     def attempt(self) -> None:
         """Run the trial and keep its lines, or the error of a kernel."""
         start = time.perf_counter()
@@ -181,11 +175,13 @@ def self_test(tried: Sequence[Section], file: Path) -> list[str]:
     for number, part in enumerate(parts, 1):
         took = time.perf_counter() - start
         part.is_left_out = took + longest.get(part.until, 0.0) > part.until
+        verdict = "left out, there is no time"
         if not part.is_left_out:
             file.write_text(report(findings, tried, took, part.name))
             part.attempt()
             longest[part.until] = max(longest.get(part.until, 0.0), part.seconds)
-        line = f"[{number}/{len(parts)}] {part.name}: {part.verdict}"
+            verdict = f"{FAILED if part.has_failed else 'ok'} ({part.seconds:.1f} s)"
+        line = f"[{number}/{len(parts)}] {part.name}: {verdict}"
         print(line, file=sys.stderr, flush=True)
     file.write_text(report(findings, tried, time.perf_counter() - start))
     return [part.name for part in parts if part.has_failed]
