@@ -83,14 +83,12 @@ class Grammar:
 
     def __init__(self, compiled: Callable[[], str], tokenizer: Any):
         """``compiled`` gives llguidance's form of it. Raises ValueError for one of no use."""
-        check_installed()
         self._vocabulary = _vocabulary_of(tokenizer)
         limits = LLParserLimits(verbose_errors=False, step_lexer_fuel=LEXER_FUEL)
         self._matcher = LLMatcher(self._vocabulary.tokens, compiled(), log_level=0, limits=limits)
-        error = self._matcher.get_error()
-        if not error:  # where no text at all is allowed, that is seen with the first mask
-            is_possible = any(self._matcher.compute_bitmask())
-            error = self._matcher.get_error() or ("" if is_possible else NOTHING)
+        # Where no text at all is allowed, that is seen with the first mask.
+        is_possible = any(self._matcher.compute_bitmask())
+        error = self._matcher.get_error() or ("" if is_possible else NOTHING)
         if not error and _is_slow(self._matcher):
             error = TOO_SLOW
         if error:
@@ -235,7 +233,8 @@ _vocabularies: "WeakKeyDictionary[Any, _Vocabulary]" = WeakKeyDictionary()
 
 
 def _vocabulary_of(tokenizer: Any) -> _Vocabulary:
-    """A tokenizer's vocabulary, made once: that takes a second."""
+    """A tokenizer's vocabulary, made once: that takes a second. ValueError without llguidance."""
+    check_installed()
     known = _vocabularies.get(tokenizer)
     ends = getattr(tokenizer, "eos_token_ids", None)
     if known is None or (ends and set(ends) != set(known.ends)):
@@ -414,7 +413,6 @@ def embedded(schema: Mapping[str, Any], strict: bool) -> str:
 
 def spelled(text: str, tokenizer: Any) -> str:
     """The spelling of ``text`` in a grammar; special tokens in it become token ids."""
-    check_installed()
     special = _vocabulary_of(tokenizer).special
     marks = "|".join(map(re.escape, sorted(special, key=len, reverse=True)))
     parts = re.split(f"({marks})", text) if marks else [text]
@@ -458,11 +456,10 @@ def _last(tokens: Sequence[int], mark: list[int]) -> int:
 
 def _sentence(error: str) -> str:
     """llguidance's error on one line, without the parts for its developers."""
-    known = {"NoExtensionBias": NOTHING}
     lines = [line.strip() for line in error.splitlines() if line.strip(" ^|")]
     is_quoted = re.compile(r"\d+ \| |<non-verbose/>$").match  # a line of the grammar
     text = " ".join(line for line in lines if not is_quoted(line))
-    return f"{known.get(text, text)}"[:300].rstrip(".") + "."
+    return text.replace("NoExtensionBias", NOTHING)[:300].rstrip(".") + "."
 
 
 def repeats(pattern: str) -> int:
