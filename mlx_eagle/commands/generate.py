@@ -40,6 +40,10 @@ from .flags import (
 )
 
 FLAG = "--prompt-cache-file"
+COUNTS = (
+    "prompt_tokens", "prompt_tps", "generation_tokens", "generation_tps", "finish_reason"
+)  # fmt: skip
+"""Attributes of mlx-lm's response that go into the file of --stats-json."""
 REMEDY = "make it again with mlx_lm.cache_prompt."
 FLAGS = {
     "memory": {
@@ -241,14 +245,8 @@ def generate_and_report(
             bits = 8 * memory["head_weight_bytes"] / memory["head_parameters"]
             print(f"The head is {packing_words(drafter.modules())}: {bits:.1f} bits a parameter.")
     if args.stats_json:
-        counts = {
-            "prompt_tokens": response.prompt_tokens,
-            "prompt_tps": response.prompt_tps,
-            "generation_tokens": response.generation_tokens,
-            "generation_tps": response.generation_tps,
-            "peak_memory_gb": response.peak_memory,
-            "finish_reason": response.finish_reason,
-        }
+        counts = {name: getattr(response, name) for name in COUNTS}
+        counts["peak_memory_gb"] = response.peak_memory
         line = json.dumps({**stats.to_dict(), **counts, **memory})
         if args.stats_json == "-":
             print(line)

@@ -28,7 +28,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from .. import __version__
 from ..bench.conditions import DEMO_NAMES, machine
 from ..bench.configurations import PLAIN, Configuration, chain_of
-from ..bench.figures import joined, markdown_table
+from ..bench.figures import markdown_table
 from ..bench.flags import Settings
 from ..bench.measure import Measurement
 from ..bench.parity import compare, parity_words
@@ -223,7 +223,7 @@ def report(
         if lines:
             table = markdown_table(section.header, lines)
             blocks += [f"### {section.title}", section.remark, table]
-    return redact(joined(blocks))
+    return redact("\n\n".join(filter(None, blocks)) + "\n")
 
 
 def redact(text: str) -> str:
