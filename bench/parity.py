@@ -23,11 +23,13 @@ def compare(
     return {"identical": False, "index": index, "margin": margin(scores, index, *texts)}
 
 
-def compare_texts(model: nn.Module, cells: Iterable[Cell]) -> None:
+def compare_texts(
+    model: nn.Module, cells: Iterable[Cell], sampling: Sampling | None = None
+) -> None:
     """Set the parity of cells: the texts of the first plain run against those of the other."""
     for cell in cells:
         texts = zip(cell.prompts, cell.plain[0].texts, cell.runs[0].texts, strict=True)
-        cell.parity = [compare(model, *each) for each in texts]
+        cell.parity = [compare(model, *each, sampling=sampling) for each in texts]
 
 
 def first_difference(left: list[int], right: list[int]) -> int | None:
