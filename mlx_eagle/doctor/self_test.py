@@ -118,18 +118,15 @@ def sections(file: Path) -> list[Section]:
     with suppress(ValueError):  # the parts that need it will say why
         demo_target_path()
     load = lru_cache(1)(DemoPair.load)
+    attention = "attention, head dimension {}, {}".format
     ties = ", ".join(f"{limit:g} in {name}" for name, limit in NEAR_TIES.items())
     return [
         Section(
             "Attention: several rows against one by one",
             ("head dimension", "type", "largest difference", "allowed", "at", "verdict"),
             [
-                Part(
-                    f"attention, head dimension {size}, {name}",
-                    partial(try_attention, size, name),
-                    ATTENTION_UNTIL,
-                )
-                for size, name in product(HEAD_DIMS, ATTENTION_LIMITS)
+                Part(attention(*each), partial(try_attention, *each), ATTENTION_UNTIL)
+                for each in product(HEAD_DIMS, ATTENTION_LIMITS)
             ],
             "Random queries, keys and values; differences are shares of the largest output.",
         ),
