@@ -3,6 +3,7 @@
 import argparse
 import csv
 import importlib.util
+import itertools
 import json
 import sys
 import time
@@ -194,13 +195,12 @@ def with_short_names(drafters: Mapping[str, Drafter]) -> dict[str, Drafter]:
 def counting(total: int) -> Iterator[Callable[[], None]]:
     """Show progress on standard error: each call counts one of ``total`` runs."""
     start = time.perf_counter()
-    done = 0
+    numbers = itertools.count(1)
     with open_bar(total, "bench", "run") as bar:  # of which nothing is seen but in a terminal
 
         def count() -> None:
-            nonlocal done
             bar.update()
-            done += 1
+            done = next(numbers)
             # The i-th line is due once i in NUM_LINES of the runs are done.
             if bar.disable and done * NUM_LINES // total > (done - 1) * NUM_LINES // total:
                 seconds = time.perf_counter() - start

@@ -2,6 +2,7 @@
 
 import os
 import platform
+from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -10,7 +11,6 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
-from mlx.utils import tree_flatten
 from mlx_lm.utils import get_total_parameters
 
 from mlx_eagle import __version__
@@ -66,15 +66,11 @@ def facts_of(modules: Sequence[nn.Module]) -> dict[str, Any]:
 
 def precision(module: nn.Module) -> str:
     """Types that weights are stored in, the most bytes first: "4-bit (groups of 64), float16"."""
-    sizes: dict[str, int] = {}
-    packed = set()
-    for name, child in module.named_modules():
-        if "scales" in child and "weight" in child:
-            kind = f"{child.bits}-bit (groups of {child.group_size})"
-            sizes[kind] = sizes.get(kind, 0) + weight_bytes(child)
-            packed.add(f"{name}." if name else "")
-    for name, array in tree_flatten(module.parameters()):
-        if not any(name.startswith(prefix) for prefix in packed):
-            kind = str(array.dtype).removeprefix("mlx.core.")
-            sizes[kind] = sizes.get(kind, 0) + array.nbytes
-    return ", ".join(sorted(sizes, key=sizes.get, reverse=True))
+    sizes: Counter[str] = Counter()
+    for child in module.modules():
+        is_packed = "scales" in child and "weight" in child
+        for name, array in child.items():
+            if isinstance(array, mx.array) and not name.startswith("_"):
+                packed = is_packed and f"{child.bits}-bit (groups of {child.group_size})"
+                sizes[packed or str(array.dtype).removeprefix("mlx.core.")] += array.nbytes
+    return ", ".join(kind for kind, _ in sizes.most_common())

@@ -16,11 +16,6 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join([line(header), "|" + "---|" * len(header), *map(line, rows)])
 
 
-def joined(blocks: Iterable[str]) -> str:
-    """Headings, paragraphs and tables below each other; empty ones are left out."""
-    return "\n\n".join(filter(None, blocks)) + "\n"
-
-
 def ratio(part: float | None, whole: float | None) -> float | None:
     """``part`` over ``whole``; None if either is missing or ``whole`` is 0."""
     return part / whole if part is not None and whole else None

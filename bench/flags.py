@@ -69,10 +69,6 @@ class Settings:
     clients: tuple[int, ...] = ()
 
 
-def _path(text: str) -> Path:
-    return Path(text).expanduser()
-
-
 def build_parser() -> argparse.ArgumentParser:
     """The parser of the flags; lists are given with commas."""
     parser = argparse.ArgumentParser(
@@ -112,7 +108,7 @@ def build_parser() -> argparse.ArgumentParser:
     words += "all at once, a few tokens each in turn, where other work disturbs (%(default)s)."
     add("--order", choices=("abba", "mirror", "weave"), default="abba", help=words)
     add("--seed", type=int, default=0, help="Seed for temperatures above 0.")
-    add_file = partial(add, type=_path, metavar="FILE")
+    add_file = partial(add, type=lambda text: Path(text).expanduser(), metavar="FILE")
     add_file("--out", default="bench-results", metavar="DIR", help="Output folder (%(default)s).")
     add_file("--picture", help="Also draw the speed per prompt set into this PNG or SVG file.")
     add_file("--report", help="Also write the figures as a small JSON file, to be sent in.")

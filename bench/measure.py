@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import chain, product
 from typing import Any
 
+from mlx_eagle.decoding.sampling import Sampling
 from mlx_eagle.drafters.tree import Tree
 
 from . import conditions
@@ -110,7 +111,8 @@ class Measurement:
             return (run_once(models, each, prompt, **options) for each in steps)
 
         run_turns(rows, settings, run_all, progress)
-        compare_texts(models.target, chain(*rows))
+        sampling = Sampling(temp=temp, seed=settings.seed) if temp else None
+        compare_texts(models.target, chain(*rows), sampling)
         timed = {"context": len(typical)}
         return rows, {name: timed | costs_of(found) for name, found in timings.items()}
 

@@ -7,25 +7,29 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generate_step
 
+from mlx_eagle.decoding.sampling import Sampling
+
 from .configurations import Cell
 
 
 def compare(
-    model: nn.Module, prompt: list[int], plain: list[int], drafted: list[int]
+    model: nn.Module, prompt: list[int], *texts: list[int], sampling: Sampling | None = None
 ) -> dict[str, Any]:
-    """Compare two answers: identical, or where they part and the margin there."""
-    index = first_difference(plain, drafted)
+    """Compare a plain and a drafted answer: identical, or where they part and the margin there."""
+    index = first_difference(*texts)
     if index is None:
         return {"identical": True, "index": None, "margin": None}
-    scores = next_logprobs(model, prompt + plain[:index])
-    return {"identical": False, "index": index, "margin": margin(scores, index, plain, drafted)}
+    scores = next_scores(model, prompt + texts[0][:index], sampling, index)
+    return {"identical": False, "index": index, "margin": margin(scores, index, *texts)}
 
 
-def compare_texts(model: nn.Module, cells: Iterable[Cell]) -> None:
+def compare_texts(
+    model: nn.Module, cells: Iterable[Cell], sampling: Sampling | None = None
+) -> None:
     """Set the parity of cells: the texts of the first plain run against those of the other."""
     for cell in cells:
         texts = zip(cell.prompts, cell.plain[0].texts, cell.runs[0].texts, strict=True)
-        cell.parity = [compare(model, *each) for each in texts]
+        cell.parity = [compare(model, *each, sampling=sampling) for each in texts]
 
 
 def first_difference(left: list[int], right: list[int]) -> int | None:
@@ -39,10 +43,17 @@ def first_difference(left: list[int], right: list[int]) -> int | None:
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
 
 
-def next_logprobs(model: nn.Module, tokens: list[int]) -> mx.array:
-    """Log-probabilities (V,) of the token after ``tokens``, computed by mlx-lm."""
+def next_scores(
+    model: nn.Module, tokens: list[int], sampling: Sampling | None, position: int
+) -> mx.array:
+    """Scores (V,), by mlx-lm, whose largest is the token after ``tokens``.
+
+    They are log-probabilities; of a ``sampling``, with the noise of the ``position``-th drawn.
+    """
     _, logprobs = next(generate_step(mx.array(tokens), model, max_tokens=1))
-    return logprobs.astype(mx.float32)
+    if sampling is None:
+        return logprobs.astype(mx.float32)
+    return sampling.log_probabilities(logprobs) + sampling.noise(position, logprobs.shape[-1])
 
 
 def margin(scores: mx.array, index: int, *texts: list[int]) -> float:

@@ -101,7 +101,6 @@ def prompt_tokens(
 
     The padding is prose before the question, inside the user's message.
     """
-
     has_template = tokenizer.has_chat_template
 
     def render(text: str) -> str:

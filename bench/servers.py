@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException
 from itertools import pairwise
@@ -229,10 +229,9 @@ def run_load(server: Server, bodies: Sequence[Mapping[str, Any]], num_clients: i
         answers = [answer.result() for answer in asked if answer.done()]
     except (OSError, HTTPException) as err:
         # A server that is ending breaks its connections first: its end is the reason, if it ends.
-        end = time.monotonic() + TO_END
-        while time.monotonic() < end:
-            server.check()
-            time.sleep(POLL)
+        with suppress(subprocess.TimeoutExpired):
+            server.process.wait(TO_END)
+        server.check()
         raise ValueError(f"the connection to the server broke ({err}): run it again.") from err
     finally:
         pool.shutdown(wait=False, cancel_futures=True)

@@ -31,15 +31,11 @@ def seconds_per_token(runs: Iterable[Run]) -> float | None:
 
 def total_tps(run_lists: Iterable[Sequence[Run]]) -> float | None:
     """Tokens per second over several prompts: all tokens over the sum of median times."""
-    num_tokens = 0.0
-    seconds = 0.0
-    for runs in run_lists:
-        num_timed = median(run.num_timed for run in runs)
-        per_token = seconds_per_token(runs)
-        if per_token is not None:
-            num_tokens += num_timed
-            seconds += num_timed * per_token
-    return ratio(num_tokens, seconds)
+    per_token = [
+        (median(r.num_timed for r in runs), seconds_per_token(runs)) for runs in run_lists
+    ]
+    timed = [(num, seconds) for num, seconds in per_token if seconds is not None]
+    return ratio(sum(num for num, _ in timed), sum(num * seconds for num, seconds in timed))
 
 
 def stats_of(cells: Cells) -> Stats:

@@ -158,12 +158,9 @@ class UI(ChatUI):
         return self
 
     def say_help(self) -> None:
-        label = "[ui.label]commands[/ui.label]    "
         for name, what in commands().items():
-            make_console().print(
-                f"  {label}[ui.strong]{name}[/ui.strong] [ui.muted]{what}[/ui.muted]"
-            )
-            label = " " * 12
+            shown = f"  [ui.strong]{name:<8}[/ui.strong] [ui.muted]{what}[/ui.muted]"
+            make_console().print(shown)
 
     def say_lines(self, lines: list[str]) -> None:
         """Print lines of our own, indented like mlx-lm's."""

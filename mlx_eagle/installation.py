@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import update_wrapper, wraps
-from types import ModuleType
 from typing import Any
 from weakref import finalize
 
@@ -31,6 +30,8 @@ from .generate import stream_generate
 
 WORKS_WITH = "mlx-lm>=0.32.2,<0.33"
 NAME = "speculative_generate_step"
+# The attribute ``mlx_lm.generate`` is the function of that name.
+THEIRS = importlib.import_module("mlx_lm.generate")
 
 
 class Installation:
@@ -87,10 +88,10 @@ class Installation:
             finalize(model, self._drafters.pop, id(model), None)
         return self._drafters[id(model)]
 
-    def put_in_place(self, module: ModuleType) -> None:
+    def put_in_place(self) -> None:
         """Replace mlx-lm's functions in its module, and wherever they were imported to."""
-        texts = module.stream_generate
-        batches = module.batch_generate
+        texts = THEIRS.stream_generate
+        batches = THEIRS.batch_generate
         self._replaced = [
             (self.original, self),
             (texts, self._for_texts(texts)),
@@ -219,14 +220,12 @@ def install(draft_model: str | Drafter | None = None, exact: bool | None = None)
 
     Raises RuntimeError, in one sentence, where this version of mlx-lm is not the one we know.
     """
-    module = _module()
-    installation = getattr(module, NAME, None)
-    if not isinstance(installation, Installation):
-        _check(module)
-        original = installation
-        installation = Installation(original)
+    installation = _current()
+    if installation is None:
+        _check()
+        installation = Installation(getattr(THEIRS, NAME))
         installation.draft_by_default(draft_model)
-        installation.put_in_place(module)
+        installation.put_in_place()
     elif draft_model is not None:
         installation.draft_by_default(draft_model)
     if exact is not None:
@@ -236,8 +235,7 @@ def install(draft_model: str | Drafter | None = None, exact: bool | None = None)
 
 def uninstall() -> None:
     """Give mlx-lm its own functions back; nothing happens where we are not installed."""
-    current = getattr(_module(), NAME, None)
-    if isinstance(current, Installation):
+    if (current := _current()) is not None:
         current.put_back()
 
 
@@ -246,28 +244,29 @@ def installed(
     draft_model: str | Drafter | None = None, exact: bool | None = None
 ) -> Iterator[Installation]:
     """Install for the length of a block; afterwards everything is as it was before."""
-    before = getattr(_module(), NAME, None)
-    if isinstance(before, Installation):
+    before = _current()
+    if before is not None:
         defaults = before._draft_model, before.exact
     try:
         yield install(draft_model, exact)
     finally:
-        if isinstance(before, Installation):
+        if before is not None:
             before.draft_by_default(defaults[0])
             before.exact = defaults[1]
         else:
             uninstall()
 
 
-def _module() -> ModuleType:
-    # The attribute ``mlx_lm.generate`` is the function of that name.
-    return importlib.import_module("mlx_lm.generate")
+def _current() -> Installation | None:
+    """The installation that is in place; None where mlx-lm has its own functions."""
+    found = getattr(THEIRS, NAME, None)
+    return found if isinstance(found, Installation) else None
 
 
-def _check(module: ModuleType) -> None:
+def _check() -> None:
     """Raise RuntimeError unless every call of mlx-lm's functions is a call of ours."""
     for ours in (speculative_generate_step, stream_generate, batch_generate):
-        theirs = getattr(module, ours.__name__, None)
+        theirs = getattr(THEIRS, ours.__name__, None)
         if theirs is None or not _takes(ours, theirs):
             raise RuntimeError(
                 f"mlx-lm {mlx_lm.__version__} has another {ours.__name__} than the one that "
@@ -277,12 +276,10 @@ def _check(module: ModuleType) -> None:
 
 def _takes(ours: Callable[..., Any], theirs: Callable[..., Any]) -> bool:
     """Whether the positions are the same and ``ours`` knows every name that ``theirs`` has."""
-    calls, known = (
-        {name: parameter.kind for name, parameter in inspect.signature(f).parameters.items()}
-        for f in (theirs, ours)
+    known, calls = (
+        [(each.name, each.kind) for each in inspect.signature(f).parameters.values()]
+        for f in (ours, theirs)
     )
-    positions = [
-        [name for name, kind in kinds.items() if kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
-        for kinds in (calls, known)
-    ]
-    return positions[0] == positions[1] and calls.items() <= known.items()
+    by_position = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    positions = [[each for each in own if each[1] is by_position] for own in (known, calls)]
+    return positions[0] == positions[1] and set(calls) <= set(known)

@@ -11,7 +11,6 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
-from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -84,14 +83,12 @@ class Grammar:
 
     def __init__(self, compiled: Callable[[], str], tokenizer: Any):
         """``compiled`` gives llguidance's form of it. Raises ValueError for one of no use."""
-        check_installed()
         self._vocabulary = _vocabulary_of(tokenizer)
         limits = LLParserLimits(verbose_errors=False, step_lexer_fuel=LEXER_FUEL)
         self._matcher = LLMatcher(self._vocabulary.tokens, compiled(), log_level=0, limits=limits)
-        error = self._matcher.get_error()
-        if not error:  # where no text at all is allowed, that is seen with the first mask
-            is_possible = any(self._matcher.compute_bitmask())
-            error = self._matcher.get_error() or ("" if is_possible else NOTHING)
+        # Where no text at all is allowed, that is seen with the first mask.
+        is_possible = any(self._matcher.compute_bitmask())
+        error = self._matcher.get_error() or ("" if is_possible else NOTHING)
         if not error and _is_slow(self._matcher):
             error = TOO_SLOW
         if error:
@@ -151,11 +148,8 @@ class JSONSchema(Grammar):
 
     def __init__(self, schema: Mapping[str, Any] | str, tokenizer: Any, strict: bool = True):
         """``schema`` may be JSON text. Raises ValueError for one that cannot be held to."""
-        options = schema_options(strict)
-        read = read_schema(schema)
-        super().__init__(
-            lambda: LLMatcher.grammar_from_json_schema(read, overrides=options), tokenizer
-        )
+        read = embedded(read_schema(schema), strict)
+        super().__init__(lambda: LLMatcher.grammar_from_json_schema(read), tokenizer)
 
 
 class JSONObject(JSONSchema):
@@ -215,6 +209,7 @@ class _Vocabulary:
             ) from err
         added: Mapping[int, Any] = inner.added_tokens_decoder
         self.special = {str(t): i for i, t in added.items() if self.tokens.is_special_token(i)}
+        self.executor = LLExecutor()  # threads, which all its texts share
         self.num_words = -(-self.tokens.vocab_size // 32)
         self.thinks = bool(getattr(tokenizer, "has_thinking", False))
         self.start = list(tokenizer.think_start_tokens) if self.thinks else []
@@ -238,7 +233,8 @@ _vocabularies: "WeakKeyDictionary[Any, _Vocabulary]" = WeakKeyDictionary()
 
 
 def _vocabulary_of(tokenizer: Any) -> _Vocabulary:
-    """A tokenizer's vocabulary, made once: that takes a second."""
+    """A tokenizer's vocabulary, made once: that takes a second. ValueError without llguidance."""
+    check_installed()
     known = _vocabularies.get(tokenizer)
     ends = getattr(tokenizer, "eos_token_ids", None)
     if known is None or (ends and set(ends) != set(known.ends)):
@@ -325,13 +321,12 @@ class _Text:
             else:
                 text._walk(own, each)
             first += num
-        singles = [[chain] for chain in chains if chain[0]._is_suspect]
-        for group in [[chain for chain in chains if not chain[0]._is_suspect], *singles]:
-            if not group:
-                continue
+        alone = [[chain] for chain in chains if chain[0]._is_suspect]
+        others = [chain for chain in chains if not chain[0]._is_suspect]
+        for group in filter(None, [others, *alone]):
             begun = time.perf_counter()
             inputs = [(text._matcher, first, drafts) for text, first, drafts in group]
-            _executor().unsafe_compute_mask_ptr_with_draft_token(
+            texts[0]._vocabulary.executor.unsafe_compute_mask_ptr_with_draft_token(
                 inputs, bits.ctypes.data, 4 * width, len(bits)
             )
             seconds = (time.perf_counter() - begun) / sum(1 + len(each[2]) for each in group)
@@ -410,19 +405,14 @@ class _Text:
             raise GrammarError(f"the text cannot be held to its grammar: {_sentence(error)}")
 
 
-def schema_options(strict: bool) -> dict[str, Any]:
-    """llguidance's options for a schema; with ``strict`` it refuses what it cannot enforce."""
-    return {**ONE_LINE, "lenient": not strict, "coerce_one_of": not strict}
-
-
 def embedded(schema: Mapping[str, Any], strict: bool) -> str:
-    """A schema as it stands behind %json in a grammar."""
-    return json.dumps(dict(schema) | {"x-guidance": schema_options(strict)})
+    """A schema as llguidance reads it; with ``strict`` it refuses what it cannot enforce."""
+    options = {**ONE_LINE, "lenient": not strict, "coerce_one_of": not strict}
+    return json.dumps(dict(schema) | {"x-guidance": options})
 
 
 def spelled(text: str, tokenizer: Any) -> str:
     """The spelling of ``text`` in a grammar; special tokens in it become token ids."""
-    check_installed()
     special = _vocabulary_of(tokenizer).special
     marks = "|".join(map(re.escape, sorted(special, key=len, reverse=True)))
     parts = re.split(f"({marks})", text) if marks else [text]
@@ -458,11 +448,6 @@ def _choices(pattern: str) -> list[str]:
     return choices
 
 
-@cache
-def _executor() -> "LLExecutor":
-    return LLExecutor()
-
-
 def _last(tokens: Sequence[int], mark: list[int]) -> int:
     """The last index at which ``mark`` begins in ``tokens``; -1 where it is not there."""
     starts = range(len(tokens) - len(mark), -1, -1)
@@ -471,11 +456,10 @@ def _last(tokens: Sequence[int], mark: list[int]) -> int:
 
 def _sentence(error: str) -> str:
     """llguidance's error on one line, without the parts for its developers."""
-    known = {"NoExtensionBias": NOTHING}
     lines = [line.strip() for line in error.splitlines() if line.strip(" ^|")]
     is_quoted = re.compile(r"\d+ \| |<non-verbose/>$").match  # a line of the grammar
     text = " ".join(line for line in lines if not is_quoted(line))
-    return f"{known.get(text, text)}"[:300].rstrip(".") + "."
+    return text.replace("NoExtensionBias", NOTHING)[:300].rstrip(".") + "."
 
 
 def repeats(pattern: str) -> int:

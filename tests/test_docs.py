@@ -363,7 +363,7 @@ def test_demo_in_the_readme_looks_like_the_demo():
     for num_accepted in (0, 1, 2):
         stats.record(2, 2, num_accepted, num_accepted + 1, 0)
     last = SimpleNamespace(generation_tps=10.0, stats=stats)
-    run = SimpleNamespace(tokens=[1, 2, 3], last=last)
+    run = ([1, 2, 3], last)
     (shown,) = [text for _, text in blocks(ROOT / "README.md", "text") if "Prompt:" in text]
     printed = masked("\n".join(demo.report(run, run)))
     assert masked(shown)[-len(printed) :] == printed

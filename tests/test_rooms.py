@@ -42,7 +42,6 @@ ALLOWED_STATE: dict[str, str] = {
     "target_model.probe._axes": "a model is probed once, for it takes several passes",
     "target_model.probe._cuts_states": "a model is probed once, for it takes several passes",
     "structured._vocabularies": "making one takes a second; gone with its tokenizer",
-    "structured._executor": "threads of llguidance, which all texts share",
 }
 """Reasons for objects at the top of a module that may change: ``decoding.round_costs._known``."""
 

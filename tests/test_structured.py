@@ -181,7 +181,7 @@ class Counting:
 def test_all_texts_of_a_round_are_asked_for_at_once(model, drafters, monkeypatch):
     """Three requests with grammars of their own, and one without."""
     counting = Counting()
-    monkeypatch.setattr(structured, "_executor", lambda: counting)
+    monkeypatch.setattr(structured._vocabulary_of(TOKENIZER), "executor", counting)
     grammars = [JSONSchema(SCHEMAS["two"], TOKENIZER), Regex("[a-f]{20}", TOKENIZER),
                 Lark('start: ("x" | "yz")~12', TOKENIZER), None]  # fmt: skip
     batch, requests = Batch(model, drafters["head"], FixedController(DraftShape(3))), []

@@ -1,6 +1,7 @@
 """Flags about drafting that the commands share, checked and turned into objects."""
 
 import argparse
+import json
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -25,7 +26,6 @@ from ..system.cli_values import (
     QUANTIZED_BITS,
     Range,
     add_version_flag,
-    check_choice,
     check_ranges,
     read_number,
     use_plain_words,
@@ -101,6 +101,30 @@ def quantized_bits(text: str) -> int:
     return int(bits)
 
 
+def json_object(text: str) -> dict[str, Any]:
+    """The value of a flag that is a JSON object."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(
+            f"{text} is no JSON object: give one, such as '{{\"enable_thinking\": false}}'"
+        )
+    return value
+
+
+def schema_text(file: str) -> str:
+    """The value of ``--json-schema``: what is in that file."""
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as err:
+        reason = getattr(err, "strerror", None) or "it is no text"
+        raise argparse.ArgumentTypeError(
+            f"{file} cannot be read ({reason}): give a file with a JSON schema"
+        ) from err
+
+
 Flags = dict[str, dict[str, Any]]
 """Options of ``add_argument`` by a flag's name."""
 OWN_FLAGS: Flags = {
@@ -153,6 +177,9 @@ PIPELINE = {
 }
 ADAPTED: Flags = {
     "model": {"help": "Folder or hub repo of the target. Default: the demo pair."},
+    "kv_bits": {"choices": QUANTIZED_BITS, "metavar": "BITS"},
+    "kv_group_size": {"choices": GROUP_SIZES, "metavar": "SIZE"},
+    "chat_template_config": {"type": json_object, "default": {}},
     "draft_model": {
         "help": "An EAGLE head, converted or not, or an ordinary model: folder or hub repo; "
         "'auto' for the known head of --model, 'mtp' for the layers that --model was published "
@@ -181,6 +208,7 @@ TEXT_FLAGS: Flags = {
         "underlined, or underlined alone where NO_COLOR is set.",
     },
     "json-schema": {
+        "type": schema_text,
         "metavar": "FILE",
         "help": "Answer in JSON that is valid under the schema in this file; needs the extra "
         "'structured'.",
@@ -217,34 +245,13 @@ def check_pipeline(args: argparse.Namespace) -> None:
         )
 
 
-def read_schema(args: argparse.Namespace) -> str | None:
-    """The text of ``--json-schema``.
-
-    ValueError where the file cannot be read, or no text can be held to it or to ``--regex``.
-    """
-    if args.json_schema is not None and args.regex is not None:
-        raise ValueError("--json-schema and --regex exclude each other: give one of them.")
-    if args.json_schema is not None or args.regex is not None:
-        check_installed()
-    if args.json_schema is None:
-        return None
-    try:
-        return Path(args.json_schema).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as err:
-        reason = getattr(err, "strerror", None) or "it is no text"
-        raise ValueError(
-            f"--json-schema {args.json_schema} cannot be read ({reason}): give a file with a JSON "
-            "schema."
-        ) from err
-
-
 def grammar_options(args: argparse.Namespace, tokenizer: TokenizerWrapper) -> dict[str, Any]:
     """Options of ``stream_generate`` that hold texts to the schema or to ``--regex``.
 
     Raises ValueError for a schema or expression that no text can satisfy.
     """
-    if args.schema is not None:
-        return {"logits_processors": [JSONSchema(args.schema, tokenizer)]}
+    if args.json_schema is not None:
+        return {"logits_processors": [JSONSchema(args.json_schema, tokenizer)]}
     if args.regex is not None:
         return {"logits_processors": [Regex(args.regex, tokenizer)]}
     return {}
@@ -264,24 +271,18 @@ def check_draft_flags(args: argparse.Namespace) -> None:
 
 
 def check_arguments(args: argparse.Namespace) -> None:
-    """Raise ValueError for values that make no sense, before anything is loaded.
-
-    ``args.schema`` is the text of ``--json-schema`` from then on.
-    """
+    """Raise ValueError for values that make no sense, before anything is loaded."""
     check_draft_flags(args)
     check_pipeline(args)
-    args.schema = read_schema(args)
+    if args.json_schema is not None and args.regex is not None:
+        raise ValueError("--json-schema and --regex exclude each other: give one of them.")
+    if args.json_schema is not None or args.regex is not None:
+        check_installed()
     check_rule_for_sampling(args.acceptance, args.temp, args.xtc_probability)
     if args.max_tokens == 0 or not -1 <= args.max_tokens <= LARGEST:
         raise ValueError(
             f"--max-tokens is {args.max_tokens}: give a positive number, or -1 for no limit."
         )
-
-
-def check_cache_flags(args: argparse.Namespace) -> None:
-    """Raise ValueError for bits and groups in which mlx quantizes no cache."""
-    check_choice("kv_bits", args.kv_bits, QUANTIZED_BITS)
-    check_choice("kv_group_size", args.kv_group_size, GROUP_SIZES)
 
 
 def load_pair(

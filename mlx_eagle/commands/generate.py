@@ -12,10 +12,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import setup_arg_parser
-from mlx_lm.models import cache as cache_types
 from mlx_lm.models.cache import QuantizedKVCache, load_prompt_cache, make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from safetensors import SafetensorError, safe_open
 
 from ..decoding.stats import Stats
 from ..draft_models import head_lines
@@ -36,12 +34,17 @@ from .flags import (
     TEXT_FLAGS,
     add_draft_flags,
     check_arguments,
-    check_cache_flags,
     grammar_options,
     load_pair,
     text_options,
 )
 
+FLAG = "--prompt-cache-file"
+COUNTS = (
+    "prompt_tokens", "prompt_tps", "generation_tokens", "generation_tps", "finish_reason"
+)  # fmt: skip
+"""Attributes of mlx-lm's response that go into the file of --stats-json."""
+REMEDY = "make it again with mlx_lm.cache_prompt."
 FLAGS = {
     "memory": {
         "action": "store_true",
@@ -81,7 +84,6 @@ def read_prompt(
     prefilled = args.prefill_response is not None
     if prefilled:
         messages.append({"role": "assistant", "content": args.prefill_response})
-    options = read_template_options(args.chat_template_config)
 
     def render() -> str:
         return apply_template(
@@ -90,7 +92,7 @@ def read_prompt(
             tokenize=False,
             continue_final_message=prefilled,
             add_generation_prompt=not prefilled,
-            **options,
+            **args.chat_template_config,
         )
 
     prompt = render()
@@ -101,22 +103,8 @@ def read_prompt(
     return tokenizer.encode(prompt, add_special_tokens=False)
 
 
-def read_template_options(text: str | None) -> dict[str, Any]:
-    """The value of --chat-template-config; ValueError unless it is a JSON object."""
-    try:
-        options = json.loads(text or "{}")
-    except (ValueError, RecursionError):
-        options = None
-    if not isinstance(options, dict):
-        raise ValueError(
-            f"--chat-template-config is {text}: give a JSON object, such as "
-            "'{\"enable_thinking\": false}'."
-        )
-    return options
-
-
-def read_cache(args: argparse.Namespace) -> tuple[list[Any] | None, dict[str, str]]:
-    """The caches of --prompt-cache-file, their "model" and "tokenizer_config"; None without it.
+def read_cache(args: argparse.Namespace) -> tuple[list[Any] | None, dict[str, Any]]:
+    """The caches of --prompt-cache-file, None without it, and the tokenizer's configuration.
 
     ``args.model`` is the model that they were made with from then on. Raises ValueError, naming
     the file, for anything that ``mlx_lm.cache_prompt`` did not write, and for other flags than
@@ -125,25 +113,29 @@ def read_cache(args: argparse.Namespace) -> tuple[list[Any] | None, dict[str, st
     file = args.prompt_cache_file
     if file is None:
         return None, {}
-    check_prompt_cache(file)
+    if not Path(file).is_file():
+        raise ValueError(f"{FLAG} {file} does not exist, or is no file: {REMEDY}")
     try:
         cache, metadata = load_prompt_cache(file, return_metadata=True)
+        first = cache[0]
+        tokenizer_config = {**json.loads(metadata.get("tokenizer_config", "{}"))}
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, RuntimeError) as err:
-        # The parts are there: what is wrong in one of them, only its type of cache can tell.
-        raise ValueError(f"{FLAG} {file} cannot be restored ({err}): {REMEDY}") from err
+        # MLX says whether the file is whole; what is wrong in a cache, its type alone can tell.
+        raise ValueError(f"{FLAG} {file} holds no prompt cache ({err}): {REMEDY}") from err
+    if "model" not in metadata:
+        raise ValueError(f"{FLAG} {file} does not say which model it was made with: {REMEDY}")
     if args.model not in (None, metadata["model"]):
         raise ValueError(
             f"the prompt cache was made with {metadata['model']}, not with {args.model}: "
             "give the same --model."
         )
     args.model = metadata["model"]
-    first = cache[0]
     if isinstance(first, QuantizedKVCache) and args.kv_bits not in (None, first.bits):
         raise ValueError(
             f"--kv-bits is {args.kv_bits}, but the prompt cache has {first.bits} bits: leave the "
             "flag out, or give the same number."
         )
-    return cache, metadata
+    return cache, tokenizer_config
 
 
 def in_terminal(line: str) -> str:
@@ -152,10 +144,9 @@ def in_terminal(line: str) -> str:
     if len(line) <= columns:
         return line
     start = " " * (len(line) - len(line.lstrip()))
-    wrapper = textwrap.TextWrapper(columns, initial_indent=start, subsequent_indent=start + "    ")
-    wrapper.break_on_hyphens = False
-    wrapper.break_long_words = False
-    return wrapper.fill("  ".join(line.split()) if start else line)
+    indents = {"initial_indent": start, "subsequent_indent": start + "    "}
+    words = "  ".join(line.split()) if start else line
+    return textwrap.fill(words, columns, break_on_hyphens=False, break_long_words=False, **indents)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -168,8 +159,6 @@ def run(args: argparse.Namespace) -> None:
         print("\n".join(map(in_terminal, lines)))
         return
     check_arguments(args)
-    check_cache_flags(args)
-    read_template_options(args.chat_template_config)
     if num_ranks() > 1:
         settle_ranks(args)
     if args.stats_json not in (None, "-"):
@@ -181,8 +170,7 @@ def run(args: argparse.Namespace) -> None:
         )
     if args.seed is not None:
         mx.random.seed(args.seed)
-    cache, metadata = read_cache(args)
-    tokenizer_config = json.loads(metadata.get("tokenizer_config", "{}"))
+    cache, tokenizer_config = read_cache(args)
     tokenizer_config["trust_remote_code"] = args.trust_remote_code
     model, tokenizer, drafter = load_pair(args, tokenizer_config)
     for token in args.extra_eos_token:
@@ -257,51 +245,13 @@ def generate_and_report(
             bits = 8 * memory["head_weight_bytes"] / memory["head_parameters"]
             print(f"The head is {packing_words(drafter.modules())}: {bits:.1f} bits a parameter.")
     if args.stats_json:
-        counts = {
-            "prompt_tokens": response.prompt_tokens,
-            "prompt_tps": response.prompt_tps,
-            "generation_tokens": response.generation_tokens,
-            "generation_tps": response.generation_tps,
-            "peak_memory_gb": response.peak_memory,
-            "finish_reason": response.finish_reason,
-        }
+        counts = {name: getattr(response, name) for name in COUNTS}
+        counts["peak_memory_gb"] = response.peak_memory
         line = json.dumps({**stats.to_dict(), **counts, **memory})
         if args.stats_json == "-":
             print(line)
         else:
             Path(args.stats_json).write_text(line + "\n")
-
-
-FLAG = "--prompt-cache-file"
-REMEDY = "make it again with mlx_lm.cache_prompt."
-
-
-def check_prompt_cache(file: str) -> None:
-    """Raise ValueError unless the file has the parts of a prompt cache."""
-    if not Path(file).is_file():
-        what = "is no file" if Path(file).exists() else "does not exist"
-        raise ValueError(f"{FLAG} {file} {what}: {REMEDY}")
-    try:
-        with safe_open(file, framework="numpy") as opened:
-            metadata = opened.metadata() or {}
-    except SafetensorError as err:
-        raise ValueError(
-            f"{FLAG} {file} cannot be read ({err}): it is damaged or no prompt cache; {REMEDY}"
-        ) from err
-    classes = [value for key, value in metadata.items() if key.startswith("1.")]
-    if not classes:
-        raise ValueError(f"{FLAG} {file} holds no prompt cache, but other tensors: {REMEDY}")
-    unknown = [name for name in classes if not isinstance(vars(cache_types).get(name), type)]
-    if unknown:
-        raise ValueError(f"{FLAG} {file} holds caches of an unknown type {unknown[0]}: {REMEDY}")
-    if "0.model" not in metadata:
-        raise ValueError(f"{FLAG} {file} does not say which model it was made with: {REMEDY}")
-    try:
-        is_object = isinstance(json.loads(metadata.get("0.tokenizer_config", "{}")), dict)
-    except ValueError:
-        is_object = False
-    if not is_object:
-        raise ValueError(f"{FLAG} {file} holds no tokenizer configuration: {REMEDY}")
 
 
 def fit_prompt_cache(

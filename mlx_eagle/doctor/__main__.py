@@ -14,7 +14,10 @@ from .packages import is_well, say
 from .self_test import document, sections, self_test
 
 REPORT = "mlx-eagle-self-test.md"
-RANGES = (Range("context", 1, LARGEST, "1 or more"),)
+RANGES = (
+    Range("context", 1, LARGEST, "1 or more"),
+    Range("ranks", 1, LARGEST, "the number of machines, 1 or more"),
+)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -62,16 +65,11 @@ def run(args: argparse.Namespace) -> bool:
     """Check and print; True if all is well."""
     if args.self_test:
         return run_self_test(args)
-    if args.draft_model is not None and args.model is None:
-        raise ValueError("--draft-model needs --model: name the target it drafts for.")
-    if args.context is not None:
-        if args.model is None:
-            raise ValueError("--context needs --model: name the target that is to hold the text.")
-        check_ranges(args, RANGES)
-    if args.ranks < 1 or (args.ranks > 1 and args.model is None):
-        raise ValueError(
-            f"--ranks is {args.ranks}: give the number of machines, and a --model for them."
-        )
+    check_ranges(args, RANGES)
+    needy = {"draft-model": args.draft_model, "context": args.context, "ranks": args.ranks > 1}
+    if args.model is None and any(needy.values()):
+        flag = next(name for name, value in needy.items() if value)
+        raise ValueError(f"--{flag} needs --model: name the target that it is about.")
     findings = check_all()
     if args.model is not None:
         findings += expect(args.model, args.draft_model, args.context, args.ranks)

@@ -56,7 +56,7 @@ WIRED = "iogpu.wired_limit_mb"
 TF32 = "MLX_ENABLE_TF32"
 SHOWN_PAIRS = 5  # the largest that fit: the whole table is a wall of names
 PIPELINE = "between its layers (--pipeline)"
-FIRST_WITH_TF32 = 5  # M5, whose GPU has matrix units
+WITH_TF32 = re.compile(r"M([5-9]|\d\d)")  # chips whose GPU has matrix units
 ACCEPTANCES = (0.5437, 0.8105)
 """Probabilities that a draft is accepted after those before it: tau is 2 and 3 at k = 3."""
 DRAFT_STEP = HEAD_SHARE - 1
@@ -90,9 +90,7 @@ def check_settings() -> Iterator[Finding]:
             "first attention, or every round waits for new cuDNN plans"
         )
         yield Finding("cuDNN", f"{CUDNN} is not 0", "note", remedy)
-    apple = re.fullmatch(r"M(\d+)", machine.generation)
-    has_matrix_units = apple is not None and int(apple[1]) >= FIRST_WITH_TF32
-    has_tf32 = machine.backend == "cuda" or (machine.backend == "metal" and has_matrix_units)
+    has_tf32 = machine.backend == "cuda" or WITH_TF32.fullmatch(machine.generation)
     if has_tf32 and os.environ.get(TF32) != "0":
         text = "float32 products of several rows keep 10 bits (TF32)"
         remedy = f"for token-identical text in float32, set {TF32}=0"
@@ -298,11 +296,8 @@ def check_passes(model: nn.Module) -> Iterator[Finding]:
     if machine.products is None:
         yield Finding("passes", machine.advice)
     else:
-        known = weights.packing or weights.experts is not None or machine.products.dense_source
-        unknown = "the weights are not packed, which the table of machines does not cover"
-        yield Finding(
-            "passes", pass_words(machine, weights) if known else f"{unknown}: auto measures"
-        )
+        source = machine.products.source if weights.packing else machine.products.dense_source
+        yield Finding("passes", pass_words(machine, weights, source))
         yield Finding(
             "speedup",
             f"{speedup_words(machine, weights)} with a head, for tau of 2 to 3 at k = 3: computed "
@@ -344,16 +339,17 @@ def check_precision(config: dict[str, Any]) -> Iterator[Finding]:
         yield Finding("precision", found, "note", f"{remedy}change the plain text, too")
 
 
-def pass_words(machine: Machine, weights: TargetWeights) -> str:
+def pass_words(machine: Machine, weights: TargetWeights, source: str) -> str:
     """ "k = 1 to 7 cost about 1.0, 1.2, ... plain steps a pass (measured on an M4 Pro)" """
-    costs = [weights.pass_cost(machine, k + 1) for k in LENGTHS]
-    assert machine.products is not None
-    source = machine.products.source if weights.packing else machine.products.dense_source
-    words = (
-        f"k = {LENGTHS[0]} to {LENGTHS[-1]} cost about "
-        f"{', '.join(f'{cost:.1f}' for cost in costs)} plain steps a pass ({source or 'a guess'})"
-    )
     experts = weights.experts
+    if not weights.packing and experts is None and not source:
+        unknown = "the weights are not packed, which the table of machines does not cover"
+        return f"{unknown}: auto measures"
+    costs = ", ".join(f"{weights.pass_cost(machine, k + 1):.1f}" for k in LENGTHS)
+    words = (
+        f"k = {LENGTHS[0]} to {LENGTHS[-1]} cost about {costs} plain steps a pass "
+        f"({source or 'a guess'})"
+    )
     if experts is None:
         return words
     return (

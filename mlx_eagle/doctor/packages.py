@@ -5,12 +5,12 @@ into one sentence. For Linux, three packages bring the same files of MLX, and th
 installed wins; for a Mac there is one.
 """
 
-import ctypes
 import importlib
 import json
 import platform
 import re
 import shutil
+import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
@@ -62,16 +62,15 @@ def page(findings: Sequence[Finding]) -> str:
     columns = shutil.get_terminal_size((WIDTH, 24)).columns
     marks = {"ok": " ", "note": "-", "problem": "!"}
     width = max(len(finding.name) for finding in findings)
+    indent = " " * (width + 4)
+    look = {"break_on_hyphens": False, "break_long_words": False, "subsequent_indent": indent}
     lines = []
     for finding in findings:
         start = f"{marks[finding.level]} {finding.name:{width}}  "
-        wrapper = textwrap.TextWrapper(columns, start, " " * len(start))
-        wrapper.break_on_hyphens = False
-        wrapper.break_long_words = False
-        lines += wrapper.wrap(finding.text)
+        lines += textwrap.wrap(finding.text, columns, initial_indent=start, **look)
         if finding.remedy:
-            wrapper.initial_indent = wrapper.subsequent_indent
-            lines += wrapper.wrap(f"{finding.level}: {finding.remedy}")
+            said = f"{finding.level}: {finding.remedy}"
+            lines += textwrap.wrap(said, columns, initial_indent=indent, **look)
     problems = [finding.name for finding in findings if finding.level == "problem"]
     number = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
     verdict = f"{number}: {', '.join(problems)}." if problems else "Nothing is wrong."
@@ -83,16 +82,9 @@ def is_well(findings: Sequence[Finding]) -> bool:
     return all(finding.level != "problem" for finding in findings)
 
 
-class Wanted(NamedTuple):
-    """Versions of a package: the limits, for pip, and the one that tests ran with."""
-
-    name: str
-    limits: str
-    tested: str
-
-
-MLX = Wanted("mlx", ">=0.32.4", "0.32.4")
-MLX_LM = Wanted("mlx-lm", ">=0.32.2,<0.33", "0.32.2")
+MLX = ("mlx", ">=0.32.4", "0.32.4")
+MLX_LM = ("mlx-lm", ">=0.32.2,<0.33", "0.32.2")
+"""Packages, the limits of their versions, for pip, and the version that the tests ran with."""
 
 
 def find(name: str) -> Distribution | None:
@@ -103,18 +95,17 @@ def find(name: str) -> Distribution | None:
         return None
 
 
-def check_version(wanted: Wanted) -> Finding:
+def check_version(name: str, limits: str, tested: str) -> Finding:
     """Whether a package is there, in a version that we can work with, and as tested."""
-    found = find(wanted.name)
-    remedy = f"pip install '{wanted.name}{wanted.limits}'"
+    found = find(name)
+    remedy = f"pip install '{name}{limits}'"
     if found is None:
-        return Finding(wanted.name, "not installed", "problem", remedy)
-    if found.version not in SpecifierSet(wanted.limits, prereleases=True):
-        text = f"{found.version}, expected {wanted.limits}"
-        return Finding(wanted.name, text, "problem", remedy)
-    if Version(found.version) != Version(wanted.tested):
-        return Finding(wanted.name, f"{found.version} (the tests ran with {wanted.tested})")
-    return Finding(wanted.name, f"{found.version}, as tested")
+        return Finding(name, "not installed", "problem", remedy)
+    if found.version not in SpecifierSet(limits, prereleases=True):
+        return Finding(name, f"{found.version}, expected {limits}", "problem", remedy)
+    if Version(found.version) != Version(tested):
+        return Finding(name, f"{found.version} (the tests ran with {tested})")
+    return Finding(name, f"{found.version}, as tested")
 
 
 def check_python() -> Finding:
@@ -137,12 +128,8 @@ def read_sysctl(name: str) -> int | None:
     """A whole number of the macOS kernel by its name; None if there is none of that name."""
     if sys.platform != "darwin":
         return None
-    value = ctypes.c_int64(0)
-    size = ctypes.c_size_t(8)
-    failed = ctypes.CDLL(None).sysctlbyname(
-        name.encode(), ctypes.byref(value), ctypes.byref(size), None, ctypes.c_size_t(0)
-    )
-    return None if failed else value.value
+    done = subprocess.run(["/usr/sbin/sysctl", "-n", name], capture_output=True, text=True)
+    return int(done.stdout) if done.stdout.strip().isdigit() else None
 
 
 def check_system() -> Finding:
@@ -159,11 +146,9 @@ def check_system() -> Finding:
 def library() -> Path | None:
     """The ``libmlx`` that an import would load; None if there is none."""
     spec = find_spec("mlx")
-    for folder in (spec.submodule_search_locations or ()) if spec else ():
-        for path in sorted(Path(folder, "lib").glob("libmlx.*")):
-            if path.suffix in (".so", ".dylib"):
-                return path
-    return None
+    folders = (spec and spec.submodule_search_locations) or ()
+    found = (path for folder in folders for path in Path(folder, "lib").glob("libmlx.*"))
+    return next((path for path in found if path.suffix in (".so", ".dylib")), None)
 
 
 def check_build() -> Finding:
@@ -200,8 +185,8 @@ def check_import() -> Finding:
 
 def check_packages() -> list[Finding]:
     """Findings about the system, Python and the packages."""
-    found = [check_system(), check_python(), check_version(MLX)]
-    found += [check_build(), check_version(MLX_LM)]
+    found = [check_system(), check_python(), check_version(*MLX)]
+    found += [check_build(), check_version(*MLX_LM)]
     return [*found, check_import()] if is_well(found) else found
 
 

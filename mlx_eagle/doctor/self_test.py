@@ -28,10 +28,10 @@ from mlx_lm.models.cache import make_prompt_cache
 from .. import __version__
 from ..bench.conditions import DEMO_NAMES, machine
 from ..bench.configurations import PLAIN, Configuration, chain_of
-from ..bench.figures import joined, markdown_table
+from ..bench.figures import markdown_table
 from ..bench.flags import Settings
 from ..bench.measure import Measurement
-from ..bench.parity import compare, margin, next_logprobs, parity_words
+from ..bench.parity import compare, parity_words
 from ..bench.questions import load_questions, prompt_tokens
 from ..bench.report_file import SELF_TEST, report_of, write_report
 from ..bench.runner import Models, run_batch, run_once
@@ -86,12 +86,6 @@ class Part:
     def has_failed(self) -> bool:
         return bool(self.error) or any(line[-1] == FAILED for line in self.lines)
 
-    @property
-    def verdict(self) -> str:
-        if self.is_left_out:
-            return "left out, there is no time"
-        return f"{FAILED if self.has_failed else 'ok'} ({self.seconds:.1f} s)"
-
     def attempt(self) -> None:
         """Run the trial and keep its lines, or the error of a kernel."""
         start = time.perf_counter()
@@ -124,18 +118,15 @@ def sections(file: Path) -> list[Section]:
     with suppress(ValueError):  # the parts that need it will say why
         demo_target_path()
     load = lru_cache(1)(DemoPair.load)
+    attention = "attention, head dimension {}, {}".format
     ties = ", ".join(f"{limit:g} in {name}" for name, limit in NEAR_TIES.items())
     return [
         Section(
             "Attention: several rows against one by one",
             ("head dimension", "type", "largest difference", "allowed", "at", "verdict"),
             [
-                Part(
-                    f"attention, head dimension {size}, {name}",
-                    partial(try_attention, size, name),
-                    ATTENTION_UNTIL,
-                )
-                for size, name in product(HEAD_DIMS, ATTENTION_LIMITS)
+                Part(attention(*each), partial(try_attention, *each), ATTENTION_UNTIL)
+                for each in product(HEAD_DIMS, ATTENTION_LIMITS)
             ],
             "Random queries, keys and values; differences are shares of the largest output.",
         ),
@@ -181,11 +172,13 @@ def self_test(tried: Sequence[Section], file: Path) -> list[str]:
     for number, part in enumerate(parts, 1):
         took = time.perf_counter() - start
         part.is_left_out = took + longest.get(part.until, 0.0) > part.until
+        verdict = "left out, there is no time"
         if not part.is_left_out:
             file.write_text(report(findings, tried, took, part.name))
             part.attempt()
             longest[part.until] = max(longest.get(part.until, 0.0), part.seconds)
-        line = f"[{number}/{len(parts)}] {part.name}: {part.verdict}"
+            verdict = f"{FAILED if part.has_failed else 'ok'} ({part.seconds:.1f} s)"
+        line = f"[{number}/{len(parts)}] {part.name}: {verdict}"
         print(line, file=sys.stderr, flush=True)
     file.write_text(report(findings, tried, time.perf_counter() - start))
     return [part.name for part in parts if part.has_failed]
@@ -227,7 +220,7 @@ def report(
         if lines:
             table = markdown_table(section.header, lines)
             blocks += [f"### {section.title}", section.remark, table]
-    return redact(joined(blocks))
+    return redact("\n\n".join(filter(None, blocks)) + "\n")
 
 
 def redact(text: str) -> str:
@@ -394,23 +387,18 @@ class DemoPair:
     def attempt(self, way: str) -> list[Line]:
         """Compare drafted answers with those of plain mlx-lm: two of a batch, else one."""
         both = (PLAIN, WAYS[way])
-        target = self.models.target
         prompts = self.prompts if way == "batch" else self.prompts[:1]
         temp = 1.0 if way.startswith("sampled") else 0.0
+        sampling = Sampling(temp=temp, seed=SEED) if temp else None
         if way == "batch":
             runs = [run_batch(self.models, prompts, self.num_tokens, c) for c in both]
         else:
             options = (self.num_tokens, temp, SEED)
             runs = [run_once(self.models, c, prompts[0], *options) for c in both]
         lines = []
-        for prompt, plain, drafted in zip(prompts, *(run.texts for run in runs), strict=True):
-            result = compare(target, prompt, plain, drafted)
-            if temp and not result["identical"]:
-                index = result["index"]
-                sampling = Sampling(temp=temp, seed=SEED)
-                scores = noisy_scores(target, prompt + plain[:index], sampling, index)
-                result["margin"] = margin(scores, index, plain, drafted)
-            lines.append(self.line(way, result, len(drafted)))
+        for prompt, *texts in zip(prompts, *(run.texts for run in runs), strict=True):
+            result = compare(self.models.target, prompt, *texts, sampling=sampling)
+            lines.append(self.line(way, result, len(texts[1])))
         return lines
 
     def line(self, way: str, result: dict[str, Any], num_tokens: int) -> Line:
@@ -437,11 +425,3 @@ def num_tokens_within(seconds: float, model: nn.Module, prompt: list[int]) -> in
     prefill, step, verify = took
     most = (seconds - 2 * prefill) / (step + verify)
     return min(max(int(most), LEAST_TOKENS), MOST_TOKENS)
-
-
-def noisy_scores(
-    model: nn.Module, tokens: list[int], sampling: Sampling, position: int
-) -> mx.array:
-    """Scores (V,) whose largest is the token after ``tokens``, the ``position``-th drawn."""
-    logprobs = next_logprobs(model, tokens)
-    return sampling.log_probabilities(logprobs) + sampling.noise(position, logprobs.shape[-1])

@@ -1,9 +1,7 @@
 """Flags of ``mlx_eagle.server``: mlx_lm.server's, and our own."""
 
 import argparse
-import json
 from math import inf, ulp
-from typing import Any
 
 from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
 from mlx_lm.utils import _parse_size
@@ -11,9 +9,9 @@ from mlx_lm.utils import _parse_size
 from ..commands.flags import (
     PIPELINE,
     add_draft_flags,
-    check_cache_flags,
     check_draft_flags,
     check_pipeline,
+    json_object,
 )
 from ..decoding.setup import AUTO
 from ..drafters.earlier_answers import DEFAULT_BOUND
@@ -42,14 +40,6 @@ def _names(text: str) -> list[str]:
     return [name for name in map(str.strip, text.split(",")) if name]
 
 
-def _template_arguments(text: str) -> Any:
-    """Parse a flag's JSON value."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as err:
-        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: give an object") from err
-
-
 FLAGS = {
     # What these three mean here is said by ``add_draft_flags``.
     "model": (str, None, ""),
@@ -65,7 +55,7 @@ FLAGS = {
         "browser; * is all. Without it, none may but the server's own page.",
     ),
     "chat-template": (str, "", "A chat template for the tokenizer."),
-    "chat-template-args": (_template_arguments, "{}", "Arguments of the chat template, in JSON."),
+    "chat-template-args": (json_object, "{}", "Arguments of the chat template, in JSON."),
     "temp": (float, 0.0, "Default sampling temperature."),
     "top-p": (float, 1.0, "Default nucleus sampling top-p."),
     "top-k": (int, 0, "Default top-k; 0 is no limit."),
@@ -193,7 +183,6 @@ def build_parser() -> argparse.ArgumentParser:
 def check_arguments(args: argparse.Namespace) -> None:
     """Raise ValueError for values that make no sense, before anything is loaded."""
     check_draft_flags(args)
-    check_cache_flags(args)
     length = args.num_draft_tokens
     if length != AUTO and length > MAX_DRAFT_TOKENS:
         raise ValueError(f"--num-draft-tokens is {length}: give at most {MAX_DRAFT_TOKENS}.")
@@ -214,8 +203,6 @@ def check_arguments(args: argparse.Namespace) -> None:
                 "--prompt-cache-bytes would let each rank of a pipeline, whose caches have other "
                 "sizes, drop other ones: give --prompt-cache-size."
             )
-    if not isinstance(args.chat_template_args, dict):
-        raise ValueError("--chat-template-args is something else than a JSON object.")
     target_flags = (args.adapter_path, args.chat_template, args.use_default_chat_template)
     if args.model is None and any(target_flags):
         raise ValueError(

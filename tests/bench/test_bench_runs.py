@@ -12,13 +12,11 @@ import pytest
 from helpers import PROMPT, plain
 from mlx_lm.generate import generate_step, generation_stream
 
-from mlx_eagle.bench import (
-    parity,
-    runner,
-)
+from mlx_eagle.bench import measure, parity, questions, runner
 from mlx_eagle.bench.configurations import PLAIN, Configuration, make_configurations
 from mlx_eagle.bench.costs import Bench, Timings, costs_of, time_parts
 from mlx_eagle.bench.flags import Settings
+from mlx_eagle.decoding.sampling import Sampling
 
 
 def head_of(tiny: runner.Models):
@@ -67,6 +65,31 @@ def test_the_margin_is_that_of_the_worse_token(tiny):
     below = max(logprobs) - logprobs[other[5]]
     assert found["margin"] == pytest.approx(below, rel=1e-3, abs=1e-5)
     assert "token 5" in parity.parity_words(found)
+
+
+@pytest.mark.parametrize("temp", [0.0, 0.8])
+def test_the_margin_of_a_scenario_is_that_of_what_was_drawn(monkeypatch, tiny, temp):
+    """Between the token that plain decoding took and the one put in its place."""
+    run_once = runner.run_once
+
+    def changed(models, configuration, prompt, *args, **options):
+        run = run_once(models, configuration, prompt, *args, **options)
+        run.texts[0][2] = (run.texts[0][2] + (configuration is not PLAIN)) % 258
+        return run
+
+    monkeypatch.setattr(measure, "run_once", changed)
+    lone = runner.Models(tiny.target, tiny.tokenizer, tiny.drafters)
+    settings = Settings(sizes=(1,), max_tokens=4, repeats=1, samples=1, seed=5)
+    asked = [questions.Question("mine", "0", "so?")]
+    rows, _ = measure.Measurement(lone, {}, asked, settings).run_scenario(None, temp, lambda: None)
+    ((cell,),) = rows
+    plain_text = cell.plain[0].texts[0]
+    logits = tiny.target(mx.array([cell.prompts[0] + plain_text[:2]]))[0, -1]
+    scores = logits if not temp else logits / temp + Sampling(temp=temp, seed=5).noise(2, 258)
+    assert mx.argmax(scores).item() == plain_text[2]
+    below = (scores[plain_text[2]] - scores[cell.runs[0].texts[0][2]]).item()
+    assert cell.parity[0]["index"] == 2
+    assert cell.parity[0]["margin"] == pytest.approx(below, rel=1e-3, abs=1e-4)
 
 
 @pytest.mark.parametrize("temp", [0.0, 0.8])

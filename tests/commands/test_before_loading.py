@@ -78,8 +78,8 @@ def test_train_says_what_it_cannot_read_or_write(sentence, target):
     assert said.startswith("error: /proc/x cannot be written: name a folder")
 
 
-@pytest.mark.parametrize("flag", ["--regex", "--json-schema"])
-def test_generate_knows_first_that_llguidance_is_missing(sentence, monkeypatch, target, flag):
+@pytest.mark.parametrize("flags", [("--regex", "a+"), ("--json-schema", __file__)])
+def test_generate_knows_first_that_llguidance_is_missing(sentence, monkeypatch, target, flags):
     monkeypatch.setattr(structured, "LLMatcher", None)
-    said = sentence(program.main, "--model", target, flag, "a+")
+    said = sentence(program.main, "--model", target, *flags)
     assert "pip install 'mlx-eagle[structured]'" in said

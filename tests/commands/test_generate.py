@@ -239,12 +239,12 @@ MISTAKES = {
     "no number": (("--min-p", "nan"), "--min-p is nan: give a number from 0 to 1"),
     "negative limit": (("--top-k", "-5"), "--top-k is -5: give 0 (no limit) or more"),
     "negative window": (("--max-kv-size", "-1"), "--max-kv-size is -1: give 5 or more"),
-    "bits": (("--kv-bits", "7"), "--kv-bits is 7: give 2, 3, 4, 5, 6 or 8"),
-    "groups": (("--kv-group-size", "48"), "--kv-group-size is 48: give 32, 64 or 128"),
+    "bits": (("--kv-bits", "7"), "--kv-bits: there is no 7: give 2, 3, 4, 5, 6 or 8"),
+    "groups": (("--kv-group-size", "48"), "--kv-group-size: there is no 48: give 32, 64 or 128"),
     "start": (("--quantized-kv-start", "-1"), "--quantized-kv-start is -1: give 0 or more"),
     "threshold": (("--xtc-threshold", "0.7"), "give a number from 0 to 0.5"),
-    "a list": (("--chat-template-config", "[1]"), "--chat-template-config is [1]: give a JSON"),
-    "no JSON": (("--chat-template-config", "{"), "--chat-template-config is {: give a JSON"),
+    "a list": (("--chat-template-config", "[1]"), "--chat-template-config: [1] is no JSON object"),
+    "no JSON": (("--chat-template-config", "{"), "--chat-template-config: { is no JSON object"),
     "no folder": (
         ("--stats-json", "no/such/place"),
         "--stats-json no/such/place cannot be written",
@@ -267,11 +267,11 @@ MISTAKES = {
     "no such cache": (("--prompt-cache-file", "nowhere.safetensors"), "does not exist"),
     "no such schema": (
         ("--json-schema", "no.json"),
-        "--json-schema no.json cannot be read (No such",
+        "--json-schema: no.json cannot be read (No such",
     ),
     "no JSON as schema": (("--json-schema", __file__), "the schema is no JSON ("),
     "no expression": (("--regex", "("), "no text can be held to this regular expression: "),
-    "two grammars": (("--regex", "a", "--json-schema", "b"), "exclude each other"),
+    "two grammars": (("--regex", "a", "--json-schema", __file__), "exclude each other"),
     "a file as head": (("--draft-model", __file__), "give the folder it is in"),
 }
 

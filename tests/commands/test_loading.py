@@ -176,15 +176,21 @@ def of_another_state(sound: Path, file: Path) -> None:
     mx.save_safetensors(str(file), arrays, metadata | {"1.1": "RotatingKVCache"})
 
 
+def of_another_tokenizer(sound: Path, file: Path) -> None:
+    arrays, metadata = mx.load(str(file), return_metadata=True)
+    mx.save_safetensors(str(file), arrays, metadata | {"0.tokenizer_config": "[1]"})
+
+
 WRONG_CACHES = {
-    "garbage": (lambda sound, file: file.write_bytes(b"x" * 99), "cannot be read"),
-    "cut short": (lambda sound, file: cut(file), "cannot be read"),
+    "garbage": (lambda sound, file: file.write_bytes(b"x" * 99), "no prompt cache ("),
+    "cut short": (lambda sound, file: cut(file), "no prompt cache ("),
     "ordinary weights": (
-        lambda sound, file: shutil.copy(sound / "model-1.safetensors", file), "no prompt cache",
+        lambda sound, file: shutil.copy(sound / "model-1.safetensors", file), "no prompt cache (",
     ),
     "no metadata": (without_metadata, "does not say which model"),
-    "an unknown type": (of_unknown_type, "of an unknown type load_prompt_cache"),
-    "another type": (of_another_state, "cannot be restored"),
+    "an unknown type": (of_unknown_type, "no prompt cache ("),
+    "no tokenizer": (of_another_tokenizer, "no prompt cache ("),
+    "another type": (of_another_state, "no prompt cache ("),
 }  # fmt: skip
 
 

@@ -260,10 +260,10 @@ def test_a_draft_model_on_disk_counts_as_it_is(tmp_path):
     assert checks.draft_bytes(model, str(tmp_path), 500) == 1000 + 500 * one_layer
 
 
-@pytest.mark.parametrize("flags", [["--context", "9"], ["--model", "x", "--context", "0"]])
-def test_a_context_that_means_nothing(capsys, flags):
-    code, said = doctor(capsys, *flags)
-    assert code == 2 and "--context" in said and said.count("\n") == 1
+@pytest.mark.parametrize("flag", ["--context", "--ranks"])
+def test_a_number_that_means_nothing(capsys, flag):
+    code, said = doctor(capsys, "--model", "x", flag, "0")
+    assert code == 2 and said.startswith(f"error: {flag} is 0: give ") and said.count("\n") == 1
 
 
 def test_float32_beside_packed_weights_is_told_of_on_cuda(tmp_path, monkeypatch):
@@ -368,12 +368,12 @@ def test_a_load_above_the_cores_is_a_note(monkeypatch, load, is_busy):
     assert all("2.1 on 2 cores" in finding.text for finding in found)
 
 
-def test_a_draft_model_needs_a_model(capsys):
-    code, said = doctor(capsys, "--draft-model", "lookup")
-    assert (
-        code == 2
-        and said == "error: --draft-model needs --model: name the target it drafts for.\n"
-    )
+@pytest.mark.parametrize("given", ["--draft-model lookup", "--context 9", "--ranks 2"])
+def test_a_draft_model_a_context_and_machines_need_a_model(capsys, given):
+    code, said = doctor(capsys, *given.split())
+    flag = given.split()[0]
+    assert code == 2
+    assert said == f"error: {flag} needs --model: name the target that it is about.\n"
 
 
 def test_sizes_by_name():

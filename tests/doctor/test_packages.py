@@ -95,7 +95,7 @@ def test_builds_of_another_version(site):
 )
 def test_versions_of_mlx_lm(site, version, level):
     install(site, "mlx-lm", version)
-    found = packages.check_version(packages.MLX_LM)
+    found = packages.check_version(*packages.MLX_LM)
     assert found.level == level and version in found.text
     if level == "problem":
         assert found.remedy == "pip install 'mlx-lm>=0.32.2,<0.33'"
@@ -106,10 +106,10 @@ def test_the_versions_are_those_of_the_project():
     extras = PROJECT["optional-dependencies"]
     builds = [[Requirement(name) for name in extras[x]] for x in ("cpu", "cuda12", "cuda13")]
     wanted_by = [(packages.MLX_LM, found), *((packages.MLX, x) for x in (found, *builds))]
-    for wanted, among in wanted_by:
-        (requirement,) = [r for r in among if r.name == wanted.name]
-        assert requirement.specifier == wanted.limits
-        assert wanted.tested in requirement.specifier
+    for (name, limits, tested), among in wanted_by:
+        (requirement,) = [r for r in among if r.name == name]
+        assert requirement.specifier == limits
+        assert tested in requirement.specifier
     oldest = ".".join(map(str, packages.OLDEST_PYTHON))
     assert PROJECT["requires-python"] == f">={oldest}"
 

@@ -15,6 +15,7 @@ import pytest
 from grids import thorough
 from helpers import byte_tokenizer, tiny_head, tiny_llama
 
+from mlx_eagle.bench.parity import next_scores
 from mlx_eagle.bench.report_file import read_report
 from mlx_eagle.doctor import __main__ as program
 from mlx_eagle.doctor import self_test
@@ -263,7 +264,7 @@ def test_a_sampled_token_is_the_best_of_the_noisy_scores(pair):
     tokens = [5, 6]
     logits = model(mx.array(tokens)[None])[0, -1:]
     logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-    scores = self_test.noisy_scores(model, tokens, sampling, 0).flatten()
+    scores = next_scores(model, tokens, sampling, 0).flatten()
     assert mx.argmax(scores).item() == sampling(logprobs).item()
 
 
