@@ -231,7 +231,6 @@ MISTAKES = {
     "no concurrency": (("--decode-concurrency", "0"), "--decode-concurrency is 0"),
     "template": (("--chat-template", "x"), "need --model"),
     "pipeline": (("--pipeline",), "start the command with mlx.launch"),
-    "template arguments": (("--chat-template-args", "3"), "than a JSON object"),
     "temperature": (("--temp", "-1"), "give 0 (greedy) or more"),
 }
 
@@ -241,6 +240,12 @@ def test_flags_that_make_no_sense(name):
     flags, sentence = MISTAKES[name]
     with pytest.raises(ValueError, match=re.escape(sentence)):
         command.check_arguments(command.build_parser().parse_args(flags))
+
+
+def test_arguments_of_the_template_are_a_json_object(capsys):
+    with pytest.raises(SystemExit):
+        command.build_parser().parse_args(["--chat-template-args", "3"])
+    assert "--chat-template-args: 3 is no JSON object: give one" in capsys.readouterr().err
 
 
 @pytest.fixture
