@@ -21,8 +21,8 @@ from mlx_lm.server import (
 from ..decoding.rules import RULES, check_rule_for_sampling
 from ..decoding.setup import AUTO, read_tree
 from ..drafters.copies import Scope
-from ..structured import Grammar
 from ..system.fields import check_type, type_of
+from .answer_stream import as_request_errors
 from .grammars import Constraint, read_constraint
 from .request_fields import check_fields, is_search
 
@@ -130,7 +130,6 @@ class PairArguments(GenerationArguments):
     thinking_budget: int | None = None  # tokens after which thoughts are ended
     reasoning_effort: str | None = None
     constraint: Constraint | None = None
-    grammar: Grammar | None = None  # of the form, once the tokenizer is known
 
 
 def read_body(raw: bytes) -> dict[str, Any]:
@@ -206,10 +205,11 @@ def check_body(body: dict[str, Any], needed: str) -> dict[str, Any]:
     return body
 
 
-def read_arguments(body: dict[str, Any], flags: Namespace, is_chat: bool) -> PairArguments:
+@as_request_errors()
+def read_arguments(body: dict[str, Any], flags: Namespace, is_chat: bool = True) -> PairArguments:
     """Read the arguments of a checked body; the flags give those that are missing.
 
-    Raises ValueError if tree, acceptance rule and sampling do not go together, and for a form
+    Raises RequestError if tree, acceptance rule and sampling do not go together, and for a form
     that cannot be enforced. The flags' rule applies only to requests that it is possible for.
     Greedy decoding needs no seed.
     """

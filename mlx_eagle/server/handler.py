@@ -109,14 +109,13 @@ class Reply(BaseHTTPRequestHandler):
     """Connection of a client, to which the APIs send an answer.
 
     ``created`` and ``asked`` say when the request came, by the calendar and by
-    ``time.monotonic()``; ``num_bytes`` is the size of its body.
+    ``time.monotonic()``.
     """
 
     protocol_version = "HTTP/1.1"
     server: PairServer
     created: int
     asked: float
-    num_bytes: int
     sessions: list[ClientSession]
 
     @property
@@ -126,8 +125,7 @@ class Reply(BaseHTTPRequestHandler):
     def new_session(self, request: CompletionRequest, args: PairArguments) -> ClientSession:
         """Add a session to the request, which closes and counts it."""
         generator = self.server.generator
-        checked = self.check_connected
-        session = ClientSession(generator, request, args, self.asked, self.num_bytes, checked)
+        session = ClientSession(generator, request, args, self.asked, self.check_connected)
         self.sessions.append(session)
         return session
 
@@ -135,7 +133,7 @@ class Reply(BaseHTTPRequestHandler):
         """Raise ConnectionError if the client is gone, or too slow to read its answer."""
         check_present(self.connection)
         answer = session.answer
-        if answer is None or not answer.is_over or not session.read_since:
+        if not answer.is_over or not session.read_since:
             return
         complete = max(answer.ended, session.read_since)
         if time.monotonic() - complete > self.server.flags.request_timeout:
@@ -243,7 +241,6 @@ class PairHandler(Reply):
         self.path = ""
         self.asked = time.monotonic()
         self.created = int(time.time())
-        self.num_bytes = 0  # of the body
         self.status = 0
         self.reason = ""
         self.ignored: list[str] = []  # fields of the body
@@ -383,10 +380,9 @@ class PairHandler(Reply):
 
     def _fields_of(self, raw: bytes) -> dict[str, Any]:
         """Return the checked fields of a body. Raises RequestError."""
-        self.num_bytes = len(raw)
         try:
             # One at a time: hostile ones together would leave no time to generate.
-            with self.server.large_bodies if len(raw) > LARGE else nullcontext():
+            with self.server.generator.large_requests if len(raw) > LARGE else nullcontext():
                 body = read_body(raw)
                 self.ignored = ignored_fields(body, self.route.fields)
                 return self.route.check(body)
@@ -429,7 +425,7 @@ class PairHandler(Reply):
         for session in self.sessions:
             session.close()
         num_tokens = (
-            sum(len(session.prompt) for session in self.sessions),
+            sum(len(session.prompt.tokens) for session in self.sessions),
             sum(session.num_cached for session in self.sessions),
             sum(session.num_generated for session in self.sessions),
         )
@@ -449,8 +445,8 @@ class PairHandler(Reply):
         line += f"{self.status or '-'}{outcome}"
         seconds = time.monotonic() - self.asked
         if num_generated:
-            tau = draft_usage(s.stats for s in self.sessions)["mean_acceptance_length"]
-            began = [s.answer.began for s in self.sessions if s.answer and s.answer.began]
+            tau = draft_usage(s.answer.stats for s in self.sessions)["mean_acceptance_length"]
+            began = [s.answer.began for s in self.sessions if s.answer.began]
             busy = max(1e-9, time.monotonic() - min(began, default=self.asked))
             line += (
                 f": {num_prompt} prompt tokens, {num_cached} of them cached, {num_generated} "

@@ -142,7 +142,6 @@ class PairServer(ThreadingHTTPServer):
         self.metrics = generator.metrics
         self.stored = StoredResponses()
         self.answering: set[BaseHTTPRequestHandler] = set()
-        self.large_bodies = Lock()
         self.is_stopping = False
         self._connections: set[socket.socket] = set()
         self._idle: dict[socket.socket, float] = {}  # without a request, since when

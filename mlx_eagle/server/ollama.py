@@ -18,12 +18,12 @@ from mlx_lm.utils import get_total_parameters
 from ..system.device import weight_bytes
 from ..system.fields import check_type
 from ..system.progress import silent
-from .answer_stream import Document, RequestError
+from .answer_stream import Document, RequestError, as_request_errors
 from .body import check_body, check_messages, read_arguments, shortened
 from .client_session import ClientSession, Piece
 from .completions import chat_request, logprob_of, model_name
 from .handler import Reply
-from .prompt import as_request_errors, with_one_system
+from .prompt import with_one_system
 from .provider import PairProvider
 from .request_fields import OWN, check_fields
 
@@ -111,8 +111,7 @@ def answer(reply: Reply, body: Document) -> None:
         empty = {"message": {"role": "assistant", "content": ""}} if is_chat else {"response": ""}
         reply.send_json(base | empty | {"done": True, "done_reason": "load"})
         return
-    with as_request_errors():
-        args = read_arguments(chat, reply.provider.cli_args, is_chat="messages" in chat)
+    args = read_arguments(chat, reply.provider.cli_args, is_chat="messages" in chat)
     if "messages" in chat:
         request = chat_request(chat)
     else:
@@ -156,13 +155,13 @@ def _shown(reply: Reply, session: ClientSession, piece: Piece, is_chat: bool) ->
 def _end(reply: Reply, session: ClientSession, last: Piece) -> Document:
     """Return the fields of a last line: the reason to end, tokens, and times in nanoseconds."""
     now = time.monotonic()
-    began = session.answer.began if session.answer is not None and session.answer.began else now
+    began = session.answer.began or now
     return {
         "done": True,
         "done_reason": "length" if last.finish_reason == "length" else "stop",
         "total_duration": _nanoseconds(now - reply.asked),
         "load_duration": 0,
-        "prompt_eval_count": len(session.prompt),
+        "prompt_eval_count": len(session.prompt.tokens),
         "prompt_eval_duration": _nanoseconds(began - reply.asked),
         "eval_count": session.num_generated,
         "eval_duration": _nanoseconds(now - began),
@@ -196,11 +195,11 @@ def tags(provider: PairProvider) -> Document:
     return {"models": [entry]}
 
 
+@as_request_errors()
 def show(reply: Reply, body: Document) -> None:
     """Send the properties of the model. Raises RequestError where it is not served."""
     provider = reply.provider
-    with as_request_errors():
-        asked = check_type("model", body.get("model") or body.get("name") or provider.name, str)
+    asked = check_type("model", body.get("model") or body.get("name") or provider.name, str)
     model_name(reply, {"model": asked})
     family = _family(provider)
     info = {"general.architecture": family, "general.basename": provider.name}

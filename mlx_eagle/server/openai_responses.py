@@ -15,12 +15,12 @@ from mlx_lm.server import CompletionRequest
 
 from ..system.fields import check_type
 from ..system.progress import silent
-from .answer_stream import Document, RequestError
+from .answer_stream import Document, RequestError, as_request_errors
 from .body import PairArguments, check_body, read_arguments, shortened
 from .client_session import ClientSession
 from .completions import asked_draft_usage, chat_request, logprob_of, model_name
 from .handler import Reply, event_text
-from .prompt import as_request_errors, encoded, with_one_system, without_oldest
+from .prompt import encoded, with_one_system, without_oldest
 from .request_fields import OWN, check_fields, is_search
 from .stored_responses import is_reference
 
@@ -226,8 +226,7 @@ def count_tokens(reply: Reply, body: Document) -> None:
     """Answer with the number of prompt tokens of a translated body. Raises RequestError."""
     items = _conversation(reply, body["asked"])
     request, args = _request(reply, body["asked"], body["chat"], items)
-    with as_request_errors():
-        tokens = encoded(request, args, reply.provider)
+    tokens = encoded(request, args, reply.provider)
     reply.send_json({"object": "response.input_tokens", "input_tokens": len(tokens)})
 
 
@@ -240,17 +239,17 @@ def _conversation(reply: Reply, asked: Document) -> list[Document]:
     return items
 
 
+@as_request_errors()
 def _request(
     reply: Reply, asked: Document, chat: Document, items: list[Document]
 ) -> tuple[CompletionRequest, PairArguments]:
     """Return the chat of the instructions and all items; templates may change its messages."""
     rules = {"role": "system", "content": asked.get("instructions", "")}
-    with as_request_errors():
-        args = read_arguments(chat, reply.provider.cli_args, is_chat=True)
-        messages = deepcopy(with_one_system([rules, *_messages(items)]))
-        request = chat_request(chat | {"messages": messages})
-        if asked.get("truncation") == "auto":
-            request = without_oldest(request, args, reply.provider)
+    args = read_arguments(chat, reply.provider.cli_args)
+    messages = deepcopy(with_one_system([rules, *_messages(items)]))
+    request = chat_request(chat | {"messages": messages})
+    if asked.get("truncation") == "auto":
+        request = without_oldest(request, args, reply.provider)
     return request, args
 
 
@@ -421,7 +420,7 @@ class _Events:
 
 
 def _usage(session: ClientSession, num_reasoning: int) -> Document:
-    num_prompt = len(session.prompt)
+    num_prompt = len(session.prompt.tokens)
     num_generated = session.num_generated
     return {
         "input_tokens": num_prompt,

@@ -147,12 +147,12 @@ def test_a_client_that_closes_its_sending_side_has_left(server, stream):
         head = f"POST /v1/completions HTTP/1.1\r\nContent-Length: {len(raw)}\r\n\r\n"
         with socket.create_connection(server.address, timeout=30) as connection:
             connection.sendall(head.encode() + raw)
-            while fields is endless and not server.generator._open:
+            while fields is endless and not server.generator.open_answers:
                 time.sleep(0.01)
             connection.shutdown(socket.SHUT_WR)
             got = b"".join(iter(lambda: connection.recv(2**16), b""))
         assert got.startswith(answered) and b"[DONE]" not in got
-    assert not server.generator._open
+    assert not server.generator.open_answers
 
 
 def test_a_huge_prompt_is_refused_at_once_and_delays_nobody(server, expected):
@@ -195,7 +195,7 @@ def test_an_answer_that_others_wait_for_ends_in_time(flags):
         got = []
         first = threading.Thread(target=lambda: got.append(asked.complete(**endless)))
         first.start()
-        while not asked.generator._open:
+        while not asked.generator.open_answers:
             time.sleep(0.01)
         assert asked.complete(**TEXT, seed=2).choices[0].finish_reason == "length"  # greedy
         assert asked.complete(**TEXT | {"temperature": 1.0}, seed=2).usage.completion_tokens == 30
@@ -241,6 +241,6 @@ def test_a_request_with_a_seed_shares_rounds(server, fields):
     with server.complete(**long) as stream:
         next(stream)
         got = server.complete(**request, include_draft=True)
-        assert len(server.generator._open) == 1, "the second waited for the first"
+        assert len(server.generator.open_answers) == 1, "the second waited for the first"
     assert got.choices == expected
     assert got.draft["counts"]["batched_tokens"] > 20
