@@ -30,7 +30,7 @@ from .request_fields import OWN, check_fields
 VERSION = "0.12.11"
 """Version of Ollama whose API this is; clients refuse those that lack what they use."""
 LINES = "application/x-ndjson"
-SAME = (*(name for name in OWN if name != "stream"), "tools", "logprobs", "top_logprobs")
+SAME = (*OWN, "tools", "logprobs", "top_logprobs")
 
 
 def error_document(error: RequestError) -> Document:
@@ -40,12 +40,11 @@ def error_document(error: RequestError) -> Document:
 
 def check_chat(body: Document) -> Document:
     """Translate a request to /api/chat. Raises ValueError."""
-    messages = check_type("messages", body.get("messages", []), list)
     chat = _translated(body)
-    if messages:
+    if messages := check_type("messages", body.get("messages", []), list):
         chat["messages"] = with_one_system(_messages(messages))
         check_body(chat, "messages")
-    return {"asked": body, "chat": chat, "is_chat": True}
+    return chat
 
 
 def check_generate(body: Document) -> Document:
@@ -59,7 +58,7 @@ def check_generate(body: Document) -> Document:
         rules = [{"role": "system", "content": system}] if system else []
         chat["messages"] = [*rules, {"role": "user", "content": prompt}]
         check_body(chat, "messages")
-    return {"asked": body, "chat": chat, "is_chat": False}
+    return chat
 
 
 def _translated(body: Document) -> Document:
@@ -72,7 +71,7 @@ def _translated(body: Document) -> Document:
     chat |= {name: options[name] for name in (*SAME, "stop") if name in options}
     check_fields(options, "options", chat)
     check_fields(body, "ollama", chat)
-    check_type("stream", body.get("stream", True), bool)
+    chat["stream"] = check_type("stream", body.get("stream", True), bool)
     return chat
 
 
@@ -102,14 +101,15 @@ def _messages(messages: Sequence[Any]) -> list[Document]:
     return found
 
 
-def answer(reply: Reply, body: Document) -> None:
+def answer(reply: Reply, chat: Document, is_chat: bool) -> None:
     """Answer a translated body, line by line unless ``stream`` is false. Raises RequestError."""
-    chat = body["chat"]
-    base = {"model": model_name(reply, chat), "created_at": _now()}
-    is_chat = body["is_chat"]
+    base = {"model": model_name(reply, chat)}
+
+    def line(piece: Piece, end: Document) -> Document:
+        return base | {"created_at": _now()} | _shown(reply, piece, is_chat) | end
+
     if not chat.keys() & {"messages", "prompt"}:  # asks for the model to be loaded, which it is
-        empty = {"message": {"role": "assistant", "content": ""}} if is_chat else {"response": ""}
-        reply.send_json(base | empty | {"done": True, "done_reason": "load"})
+        reply.send_json(line(Piece(), {"done": True, "done_reason": "load"}))
         return
     args = read_arguments(chat, reply.provider.cli_args, is_chat="messages" in chat)
     if "messages" in chat:
@@ -117,26 +117,22 @@ def answer(reply: Reply, body: Document) -> None:
     else:
         request = CompletionRequest("text", chat["prompt"], [], None, None)
     session = reply.begin(request, args)
-    if not body["asked"].get("stream", True):
+    if not chat["stream"]:
         piece = session.whole()
-        reply.send_json(
-            base | _shown(reply, session, piece, is_chat) | _end(reply, session, piece)
-        )
+        reply.send_json(line(piece, _end(reply, session, piece)))
         return
     reply.begin_events(LINES, lambda error: _line(error_document(error)))
     for piece in session.pieces(silent, is_stream=False):
         if piece.text or piece.reasoning or piece.calls or piece.responses:
-            line = _shown(reply, session, piece, is_chat) | {"done": False}
-            reply.write(_line(base | {"created_at": _now()} | line))
-    line = _shown(reply, session, Piece(), is_chat) | _end(reply, session, piece)
-    reply.write(_line(base | {"created_at": _now()} | line))
+            reply.write(_line(line(piece, {"done": False})))
+    reply.write(_line(line(Piece(), _end(reply, session, piece))))
 
 
 def _line(document: Document) -> str:
     return json.dumps(document) + "\n"
 
 
-def _shown(reply: Reply, session: ClientSession, piece: Piece, is_chat: bool) -> Document:
+def _shown(reply: Reply, piece: Piece, is_chat: bool) -> Document:
     """Return a piece of an answer as one line has it."""
     thoughts = {"thinking": piece.reasoning} if piece.reasoning else {}
     found: Document = {"response": piece.text, **thoughts}
@@ -147,7 +143,7 @@ def _shown(reply: Reply, session: ClientSession, piece: Piece, is_chat: bool) ->
             function = {"name": call["function"]["name"], "arguments": arguments}
             message.setdefault("tool_calls", []).append({"id": call["id"], "function": function})
         found = {"message": message}
-    if session.args.logprobs and piece.responses:
+    if piece.responses and reply.sessions[0].args.logprobs:
         found["logprobs"] = [logprob_of(reply.provider.spelling, r) for r in piece.responses]
     return found
 
