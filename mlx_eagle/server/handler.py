@@ -24,7 +24,7 @@ from mlx_lm.server import CompletionRequest
 from .answer_stream import Document, RequestError, draft_usage, error_document, on_error, told_as
 from .body import PairArguments, read_body, shortened
 from .client_session import LARGE, ClientSession
-from .listener import PairServer, RequestReader, check_present, drain
+from .listener import EXTRA_SECONDS, PairServer, RequestReader, check_present, drain
 from .metrics import CONTENT_TYPE, RequestOutcome
 from .provider import PairProvider, models
 from .request_fields import ignored_fields
@@ -227,7 +227,8 @@ class PairHandler(Reply):
 
     def setup(self) -> None:
         """Set the time limits: one for all reads of a request, one for each write."""
-        self.timeout = self.server.flags.request_timeout
+        self.is_extra = self.request in self.server.extra
+        self.timeout = EXTRA_SECONDS if self.is_extra else self.server.flags.request_timeout
         super().setup()
         self.reader = RequestReader(self.connection, self.timeout, self.server.note_busy)
         self._rest = self.rfile = io.BufferedReader(self.reader)
@@ -273,7 +274,7 @@ class PairHandler(Reply):
         finally:
             self.rfile = self._rest
         self.reader.in_head = False
-        if self.command != "POST" and has_body(self.headers):
+        if self.is_extra or (self.command != "POST" and has_body(self.headers)):
             # Nobody reads it, and its bytes must not be taken for the next request.
             self.close_connection = self.is_body_unread = True
         self.path, _, self.query = self.path.partition("#")[0].partition("?")
@@ -374,6 +375,8 @@ class PairHandler(Reply):
         return True
 
     def _check_access(self) -> None:
+        if self.is_extra and self.path != "/health":
+            raise RequestError("the server has too many connections: try again later.", 503)
         self.server.access.check_page(self.headers)
         if self.command == "POST" or self.path not in ("/", "/health"):
             self.server.access.check_key(self.headers)
