@@ -109,7 +109,7 @@ class Reply(BaseHTTPRequestHandler):
     """Connection of a client, to which the APIs send an answer.
 
     ``created`` and ``asked`` say when the request came, by the calendar and by
-    ``time.monotonic()``.
+    ``time.monotonic()``. ``failed`` formats the end of a stream that breaks off.
     """
 
     protocol_version = "HTTP/1.1"
@@ -117,6 +117,7 @@ class Reply(BaseHTTPRequestHandler):
     created: int
     asked: float
     sessions: list[ClientSession]
+    failed: Callable[[RequestError], str]
 
     @property
     def provider(self) -> PairProvider:
@@ -150,32 +151,18 @@ class Reply(BaseHTTPRequestHandler):
         session.open()
         return session
 
-    def begin_events(
-        self,
-        content_type: str = "text/event-stream",
-        failed: Callable[[RequestError], str] | None = None,
-    ) -> None:
-        """Send the head of a stream; ``failed`` formats the event that ends it if it breaks off.
-
-        Without it that is the error as the route has it.
-        """
-        self.failed = failed
+    def begin_events(self, content_type: str = "text/event-stream") -> None:
+        """Send the head of a stream."""
         self.is_streaming = self.close_connection = True
         self.send_response(200)
         self.send_header("Content-type", content_type)
         self.send_header("Cache-Control", "no-cache")
         self._end_head()
 
-    def send_events(
-        self,
-        events: Iterator[str],
-        document: Document,
-        is_stream: bool,
-        failed: Callable[[RequestError], str] | None = None,
-    ) -> None:
+    def send_events(self, events: Iterator[str], document: Document, is_stream: bool) -> None:
         """Send the events, or the document that is whole behind the last of them."""
         if is_stream:
-            self.begin_events(failed=failed)
+            self.begin_events()
         for event in events:
             if is_stream:
                 self.write(event)
@@ -248,6 +235,7 @@ class PairHandler(Reply):
         self.is_streaming = self.is_body_unread = False
         self.outcome: RequestOutcome | None = None  # of a request to generate
         self.route = NO_ROUTE
+        self.failed = self._error_event
         self.sessions = []
         self.reader.restart()
         self.server.note_idle(self.connection)
@@ -415,13 +403,15 @@ class PairHandler(Reply):
     def _refuse(self, error: RequestError) -> None:
         """Send the error, within the stream if one was begun."""
         self.reason = str(error)
+        if self.is_streaming:
+            self.status = error.status
+            self.write(self.failed(error))
+        else:
+            self.send_json(self.route.error_document(error), error.status)
+
+    def _error_event(self, error: RequestError) -> str:
         document = self.route.error_document(error)
-        if not self.is_streaming:
-            self.send_json(document, error.status)
-            return
-        self.status = error.status
-        event = event_text(document, document.get("type", ""))
-        self.write(event if self.failed is None else self.failed(error))
+        return event_text(document, document.get("type", ""))
 
     def _end_request(self) -> None:
         """Stop generating, count the request, and log it."""

@@ -121,7 +121,8 @@ def answer(reply: Reply, chat: Document, is_chat: bool) -> None:
         piece = session.whole()
         reply.send_json(line(piece, _end(reply, session, piece)))
         return
-    reply.begin_events(LINES, lambda error: _line(error_document(error)))
+    reply.failed = lambda error: _line(error_document(error))
+    reply.begin_events(LINES)
     for piece in session.pieces(silent, is_stream=False):
         if piece.text or piece.reasoning or piece.calls or piece.responses:
             reply.write(_line(line(piece, {"done": False})))

@@ -213,43 +213,40 @@ def answer(reply: Reply, body: Document) -> None:
     """Answer a translated body. Raises RequestError."""
     asked = body["asked"]
     chat = body["chat"]
-    items = _conversation(reply, asked)
-    request, args = _request(reply, asked, chat, items)
+    request, args, items = _request(reply, asked, chat)
     response = _begun(reply, asked, chat, args)
     session = reply.begin(request, args)
     events = _Events(reply, response, items)
-    reply.send_events(events.of(session), response, bool(chat.get("stream")), events.failed)
+    reply.failed = events.failed
+    reply.send_events(events.of(session), response, bool(chat.get("stream")))
 
 
 def count_tokens(reply: Reply, body: Document) -> None:
     """Answer with the number of prompt tokens of a translated body. Raises RequestError."""
-    items = _conversation(reply, body["asked"])
-    request, args = _request(reply, body["asked"], body["chat"], items)
+    request, args, _ = _request(reply, body["asked"], body["chat"])
     tokens = encoded(request, args, reply.provider)
     reply.send_json({"object": "response.input_tokens", "input_tokens": len(tokens)})
 
 
-def _conversation(reply: Reply, asked: Document) -> list[Document]:
-    """Return the items of a request and all before them that are kept. Raises RequestError."""
+@as_request_errors()
+def _request(
+    reply: Reply, asked: Document, chat: Document
+) -> tuple[CompletionRequest, PairArguments, list[Document]]:
+    """Return the chat of a request, and its items behind all that are kept of those before.
+
+    Raises RequestError. Templates may change the messages of the chat.
+    """
     items = reply.server.stored.resolve(_items(asked["input"]))
     if previous := asked.get("previous_response_id"):
         before, earlier = reply.server.stored.find(previous, status=400)
         items = [*earlier, *before["output"], *items]
-    return items
-
-
-@as_request_errors()
-def _request(
-    reply: Reply, asked: Document, chat: Document, items: list[Document]
-) -> tuple[CompletionRequest, PairArguments]:
-    """Return the chat of the instructions and all items; templates may change its messages."""
     rules = {"role": "system", "content": asked.get("instructions", "")}
     args = read_arguments(chat, reply.provider.cli_args)
     messages = deepcopy(with_one_system([rules, *_messages(items)]))
     request = chat_request(chat | {"messages": messages})
     if asked.get("truncation") == "auto":
         request = without_oldest(request, args, reply.provider)
-    return request, args
+    return request, args, items
 
 
 def _begun(reply: Reply, asked: Document, chat: Document, args: PairArguments) -> Document:
