@@ -24,6 +24,7 @@ from ..drafters.copies import Scope
 from ..system.fields import check_type, type_of
 from .answer_stream import as_request_errors
 from .grammars import Constraint, read_constraint
+from .identity import digest
 from .request_fields import check_fields, is_search
 
 MAX_DRAFT_TOKENS = 64
@@ -68,6 +69,7 @@ BIAS = Bounds(-(10**9), 10**9)
 NUMBERS = {
     "max_tokens": TOKENS,
     "max_completion_tokens": TOKENS,
+    "n": TOKENS,
     "temperature": Bounds(0, 100, smallest=1e-20),
     "top_p": SHARE,
     "top_k": Bounds(0, 2**31 - 1, is_whole=True),
@@ -113,8 +115,9 @@ class PairArguments(GenerationArguments):
     ``reuse_caches`` False: both models compute the whole prompt, whatever is cached of it.
     ``reports_drafts``: the client asks for drafts. ``keeps_space``: the text continues the
     prompt's, and may begin with a space. ``has_followers``: other answers to the same prompt
-    wait for its caches. Only requests with the same ``cache_salt`` share prompt caches, only those
-    with the same ``scope`` copy from each other's answers, and only where these are ``is_stored``.
+    wait for its caches. Only requests with the same ``cache_salt`` (a digest of the field) share
+    prompt caches, only those with the same ``scope`` copy from each other's answers, and only
+    where these are ``is_stored``.
     """
 
     tree: str | None
@@ -255,7 +258,7 @@ def read_arguments(body: dict[str, Any], flags: Namespace, is_chat: bool = True)
         acceptance=acceptance,
         exact=get("exact", flags.exact),
         reuse_caches=get("reuse_caches", True),
-        cache_salt=get("cache_salt", ""),
+        cache_salt=digest(get("cache_salt")) if get("cache_salt") else "",
         scope=tuple(get(name) for name in SCOPE),
         is_stored=get("store", True),
         reports_drafts=True in (get("include_draft"), options.get("include_draft")),
@@ -306,7 +309,6 @@ def _check_drafts(body: dict[str, Any]) -> None:
 
 def _check_promises(body: dict[str, Any]) -> None:
     """Refuse fields that would be ignored; ``tool_choice`` "none" removes the tools."""
-    TOKENS.check("n", body.get("n", 1))
     if body.get("tool_choice") == "none":
         body.pop("tools", None)
     if body.get("echo") and body.get("logprobs", False) is not False:

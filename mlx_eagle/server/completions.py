@@ -60,10 +60,10 @@ class Answering:
         }
         args = read_arguments(body, reply.provider.cli_args, self._is_chat)
         each = [request for request in requests for _ in range(self._num_each)]
-        seed = args.seed
-        seeds = [None if seed is None else (seed + i) % 2**64 for i in range(len(each))]
-        both = zip(each, seeds, strict=True)
-        self._sessions = [reply.new_session(request, replace(args, seed=s)) for request, s in both]
+        for i, request in enumerate(each):
+            seed = None if args.seed is None else (args.seed + i) % 2**64
+            reply.new_session(request, replace(args, seed=seed))
+        self._sessions = reply.sessions
         self._offsets = [0] * len(self._sessions)  # letters already sent of each
 
     def run(self) -> None:

@@ -109,26 +109,23 @@ def with_one_system(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
     Later system messages, with which agents remind the model, become messages of the user.
     """
-    rules: list[str] = []
-    found: list[dict[str, Any]] = []
-    is_reminded = False
-    for message in messages:
-        is_system = message["role"] == "system"
-        if is_system and not found:
-            rules.append(message["content"])
-            continue
-        if is_system:
+    num_first = [*(message["role"] == "system" for message in messages), False].index(False)
+    text = "\n\n".join(filter(None, (rules["content"] for rules in messages[:num_first])))
+    found = [{"role": "system", "content": text}] if text else []
+    was_reminder = False
+    for message in messages[num_first:]:
+        is_reminder = message["role"] == "system"
+        if is_reminder:
             text = f"<system-reminder>\n{message['content']}\n</system-reminder>"
             message = {"role": "user", "content": text}
-        joins = (is_system or is_reminded) and message["role"] == "user"
-        if joins and found[-1]["role"] == "user":
+        joins = is_reminder or was_reminder
+        if joins and found and found[-1]["role"] == message["role"] == "user":
             text = f"{found[-1]['content']}\n\n{message['content']}"
             found[-1] = {"role": "user", "content": text}
         else:
             found.append(message)
-        is_reminded = is_system
-    text = "\n\n".join(filter(None, rules))
-    return [{"role": "system", "content": text}, *found] if text else found
+        was_reminder = is_reminder
+    return found
 
 
 def check_text_length(text: str, encode: Callable[[str], list[int]], limit: int) -> None:

@@ -66,6 +66,7 @@ UNHELD = frozenset({"not", "if", "dependentRequired", "dependentSchemas", "minPr
 OF_CHOICES = frozenset({"anyOf", "oneOf", "allOf"})
 MOST_BRANCHES = 1000  # of all choices in the arrays and objects of a request's tools
 DEFINITIONS = ("$defs", "definitions")
+FREELY = "give tool_choice 'auto', and neither strict nor parallel_tool_calls false."
 
 
 def write_calls(
@@ -81,8 +82,7 @@ def write_calls(
     if kind not in FORMATS:
         raise ValueError(
             "the calls of this model's tools have no format that an answer can be held to (those "
-            f"that mlx-lm reads as {', '.join(sorted(FORMATS))} can be): give tool_choice 'auto', "
-            "and neither strict nor parallel_tool_calls false."
+            f"that mlx-lm reads as {', '.join(sorted(FORMATS))} can be): {FREELY}"
         )
     if has_text and (tokenizer.structural_markers or tokenizer.response_transitions):
         raise ValueError(
@@ -104,10 +104,7 @@ def write_calls(
                     "the parameters of a tool are no JSON schema: some keyword has a value of the "
                     "wrong kind."
                 ) from err
-    raise ValueError(
-        f"this model's format of calls ({kind}) cannot hold to {reason}: give tool_choice 'auto', "
-        "and neither strict nor parallel_tool_calls false."
-    )
+    raise ValueError(f"this model's format of calls ({kind}) cannot hold to {reason}: {FREELY}")
 
 
 class _Writer:
