@@ -58,7 +58,7 @@ class Bounds:
             raise ValueError(f"{name} is {value}: give a whole number.")
         if not self.low <= value <= self.high or 0 < value < self.smallest:
             zero = f"0, or {self.smallest}" if self.smallest else f"{self.low}"
-            raise ValueError(f"{name} is {_shown(value)}: give {zero} to {self.high}.")
+            raise ValueError(f"{name} is {shortened(repr(value))}: give {zero} to {self.high}.")
 
 
 TOKENS = Bounds(1, 2**31 - 1, is_whole=True)
@@ -173,7 +173,7 @@ def check_body(body: dict[str, Any], needed: str) -> dict[str, Any]:
         raise ValueError(f"chat_template_kwargs names {name!r}: leave it out.")
     for token, bias in body.get("logit_bias", {}).items():
         if not (token.isascii() and token.isdecimal() and len(token) <= MAX_TOKEN_DIGITS):
-            raise ValueError(f"logit_bias has the key {_shown(token)}: give token ids.")
+            raise ValueError(f"logit_bias has the key {shortened(repr(token))}: give token ids.")
         BIAS.check(f"logit_bias of {token}", bias)
     for name in ("include_usage", "include_draft"):
         value = body.get("stream_options", {}).get(name, False)
@@ -291,7 +291,9 @@ def _check_drafts(body: dict[str, Any]) -> None:
     """Check the fields about drafting."""
     length, tree, rule = map(body.get, ("num_draft_tokens", "tree", "acceptance"))
     if isinstance(length, str) and length != AUTO:
-        raise ValueError(f"num_draft_tokens is {_shown(length)}: give a number or 'auto'.")
+        raise ValueError(
+            f"num_draft_tokens is {shortened(repr(length))}: give a number or 'auto'."
+        )
     if length not in (None, AUTO):
         Bounds(0, MAX_DRAFT_TOKENS, is_whole=True).check("num_draft_tokens", length)
     if tree is not None and check_type("tree", tree, str) != AUTO:
@@ -304,7 +306,7 @@ def _check_drafts(body: dict[str, Any]) -> None:
                 "children of one node."
             )
     if rule is not None and rule not in RULES:
-        raise ValueError(f"acceptance is {_shown(rule)}: give one of {', '.join(RULES)}.")
+        raise ValueError(f"acceptance is {shortened(repr(rule))}: give one of {', '.join(RULES)}.")
 
 
 def _check_promises(body: dict[str, Any]) -> None:
@@ -356,11 +358,6 @@ def _check_call(function: Any) -> None:
             json.loads(arguments)
         except (ValueError, RecursionError) as err:
             raise ValueError(f"the arguments of a tool call are not JSON ({err}).") from err
-
-
-def _shown(value: Any) -> str:
-    """Python's ``repr``, cut where it is long."""
-    return shortened(repr(value))
 
 
 def shortened(said: object) -> str:

@@ -8,13 +8,7 @@ from typing import Any
 from mlx_lm.server import CompletionRequest
 
 from ..system.fields import check_type
-from .answer_stream import (
-    Document,
-    PairResponse,
-    RequestError,
-    as_request_errors,
-    draft_usage,
-)
+from .answer_stream import Document, PairResponse, RequestError, as_request_errors, draft_usage
 from .body import check_messages, read_arguments, read_prompts, shortened
 from .client_session import ClientSession, Piece
 from .handler import Reply, event_text

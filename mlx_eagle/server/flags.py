@@ -43,11 +43,11 @@ def _names(text: str) -> list[str]:
 
 
 def _template_arguments(text: str) -> Any:
-    """Parse a flag's JSON value."""
+    """Parse a flag's JSON object."""
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as err:
-        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: give an object") from err
+        return {**json.loads(text)}
+    except (TypeError, ValueError, RecursionError) as err:
+        raise argparse.ArgumentTypeError(f"{text!r} is something else than a JSON object") from err
 
 
 FLAGS = {
@@ -214,8 +214,6 @@ def check_arguments(args: argparse.Namespace) -> None:
                 "--prompt-cache-bytes would let each rank of a pipeline, whose caches have other "
                 "sizes, drop other ones: give --prompt-cache-size."
             )
-    if not isinstance(args.chat_template_args, dict):
-        raise ValueError("--chat-template-args is something else than a JSON object.")
     target_flags = (args.adapter_path, args.chat_template, args.use_default_chat_template)
     if args.model is None and any(target_flags):
         raise ValueError(

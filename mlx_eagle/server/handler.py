@@ -317,8 +317,9 @@ class PairHandler(Reply):
         elif self.path == "/metrics":
             self.send(200, CONTENT_TYPE, self.server.metrics_text().encode())
         elif self.path == "/health":
-            status, document = self.server.health()
-            self.send(status, "application/json", document)
+            is_healthy = self.server.generator.is_healthy
+            word = "ok" if is_healthy else "unavailable"
+            self.send_json({"status": word}, 200 if is_healthy else 503)
         elif self.path in self.server.documents:
             self.send_json(self.server.documents[self.path](self.provider))
         elif self.path.startswith("/v1/models"):
@@ -356,11 +357,6 @@ class PairHandler(Reply):
         self.outcome = RequestOutcome.REFUSED
         self.headers = getattr(self, "headers", None) or {}
         self._refuse(error)
-
-    def handle_expect_100(self) -> bool:
-        """Answer a client that waits for 100 Continue before it sends its body."""
-        self.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        return True
 
     def _check_access(self) -> None:
         if self.is_extra and self.path != "/health":

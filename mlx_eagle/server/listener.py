@@ -2,7 +2,6 @@
 
 import http.client
 import io
-import json
 import select
 import socket
 import sys
@@ -201,12 +200,6 @@ class PairServer(ThreadingHTTPServer):
         self._connections.discard(found)
         with suppress(OSError):
             found.shutdown(socket.SHUT_RDWR)  # its thread reads an end, and closes it
-
-    def health(self) -> tuple[int, bytes]:
-        """Return whether the server can answer, as a status and a document."""
-        is_healthy = self.generator.is_healthy
-        document = {"status": "ok" if is_healthy else "unavailable"}
-        return 200 if is_healthy else 503, json.dumps(document).encode()
 
     def stop_listening(self) -> None:
         """Refuse new connections from now on; requests already read are still answered."""

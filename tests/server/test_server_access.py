@@ -136,10 +136,11 @@ def test_sizes_that_are_none(flag, size, capsys):
     assert f"{size!r} is no size: give bytes" in capsys.readouterr().err
 
 
-def test_template_arguments_that_are_not_json(capsys):
+@pytest.mark.parametrize("given", ["{", "3", "[]", "null"])
+def test_template_arguments_that_are_no_object(given, capsys):
     with pytest.raises(SystemExit):
-        parse("--chat-template-args", "{")
-    assert "'{' is not JSON: give an object" in capsys.readouterr().err
+        parse("--chat-template-args", given)
+    assert f"{given!r} is something else than a JSON object" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("host", ["a" * 300, "\udcff"])

@@ -231,7 +231,6 @@ MISTAKES = {
     "no concurrency": (("--decode-concurrency", "0"), "--decode-concurrency is 0"),
     "template": (("--chat-template", "x"), "need --model"),
     "pipeline": (("--pipeline",), "start the command with mlx.launch"),
-    "template arguments": (("--chat-template-args", "3"), "than a JSON object"),
     "temperature": (("--temp", "-1"), "give 0 (greedy) or more"),
 }
 
