@@ -6,7 +6,6 @@ they change the answer are refused.
 """
 
 import json
-import math
 from argparse import Namespace
 from dataclasses import dataclass
 from typing import Any
@@ -52,8 +51,6 @@ class Bounds:
         """Raise ValueError unless ``value`` is a finite number in the range."""
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise ValueError(f"{name} is {type_of(value)}: give a number.")
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"{name} is {value}: give a finite number.")
         if self.is_whole and not isinstance(value, int):
             raise ValueError(f"{name} is {value}: give a whole number.")
         if not self.low <= value <= self.high or 0 < value < self.smallest:
@@ -178,18 +175,13 @@ def check_body(body: dict[str, Any], needed: str) -> dict[str, Any]:
     for name in ("include_usage", "include_draft"):
         value = body.get("stream_options", {}).get(name, False)
         check_type(f"stream_options.{name}", value, bool)
-    if "tools" in body:
-        body["tools"] = [tool for tool in body["tools"] if not is_search(tool)]
-    for tool in body.get("tools", []):
-        function = check_type("a tool", tool, dict).get("function") or tool
-        check_type("a tool's function", function, dict)
-        if not isinstance(function.get("name"), str):
-            raise ValueError("a tool has no name: give its function one.")
+    _check_tools(body)
     if needed == "prompt" and type(body.get("logprobs")) is int:  # a number of alternatives
         Bounds(0, MAX_TOP, is_whole=True).check("logprobs", body["logprobs"])
     else:
         check_type("logprobs", body.get("logprobs", False), bool)
-    _check_promises(body)
+    if body.get("echo") and body.get("logprobs", False) is not False:
+        raise ValueError("echo and logprobs together are not supported: leave one out.")
     _check_stop(body.get("stop", []))
     if needed not in body:
         raise ValueError(f"the request has no {needed}.")
@@ -309,12 +301,17 @@ def _check_drafts(body: dict[str, Any]) -> None:
         raise ValueError(f"acceptance is {shortened(repr(rule))}: give one of {', '.join(RULES)}.")
 
 
-def _check_promises(body: dict[str, Any]) -> None:
-    """Refuse fields that would be ignored; ``tool_choice`` "none" removes the tools."""
+def _check_tools(body: dict[str, Any]) -> None:
+    """Check the tools, of which ``tool_choice`` "none" leaves none."""
+    if "tools" in body:
+        body["tools"] = [tool for tool in body["tools"] if not is_search(tool)]
+    for tool in body.get("tools", []):
+        function = check_type("a tool", tool, dict).get("function") or tool
+        check_type("a tool's function", function, dict)
+        if not isinstance(function.get("name"), str):
+            raise ValueError("a tool has no name: give its function one.")
     if body.get("tool_choice") == "none":
         body.pop("tools", None)
-    if body.get("echo") and body.get("logprobs", False) is not False:
-        raise ValueError("echo and logprobs together are not supported: leave one out.")
 
 
 def _check_stop(stop: Any) -> None:

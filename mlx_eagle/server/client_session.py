@@ -63,7 +63,7 @@ class ClientSession:
         self.finish_reason: str | None = None
         self.stop_word: str | None = None  # of the client's, with which the answer ended
         self.read_since = 0.0  # time.monotonic() of the first look at the answer
-        self._report: DraftReport | None = None
+        self._report = DraftReport() if args.reports_drafts else None
 
     def submit(self, leader: "ClientSession | None" = None) -> None:
         """Tokenize the prompt and queue the request. Raises RequestError.
@@ -86,8 +86,6 @@ class ClientSession:
         """Wait until the request has begun. Raises RequestError if it cannot."""
         self.read_since = time.monotonic()
         self.num_cached = self.answer.wait(self._check)
-        if self.args.reports_drafts:
-            self._report = DraftReport()
 
     def pieces(
         self, progress: Callable[[int, int], None], is_stream: bool, is_whole: bool = False
