@@ -99,9 +99,9 @@ def read_prompt(
         thinks = tokenizer.has_thinking
         thinks = thinks and tokenizer.rfind_think_start(tokens) > tokenizer.rfind_think_end(tokens)
         state = tokenizer.response_initial_state or ("reasoning" if thinks else "normal")
-    needs_ends = provider.needs_snapshots
-    ends = message_ends(request, tokens, tokenizer, options) if needs_ends else {}
-    return Tokenized(tokens, state, ends)
+    if not provider.needs_snapshots:
+        return Tokenized(tokens, state)
+    return Tokenized(tokens, state, message_ends(request, tokens, tokenizer, options))
 
 
 def with_one_system(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -118,8 +118,7 @@ def with_one_system(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         if is_reminder:
             text = f"<system-reminder>\n{message['content']}\n</system-reminder>"
             message = {"role": "user", "content": text}
-        joins = is_reminder or was_reminder
-        if joins and found and found[-1]["role"] == message["role"] == "user":
+        if (is_reminder or was_reminder) and found[-1]["role"] == message["role"] == "user":
             text = f"{found[-1]['content']}\n\n{message['content']}"
             found[-1] = {"role": "user", "content": text}
         else:
