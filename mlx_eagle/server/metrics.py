@@ -126,7 +126,7 @@ class Metrics:
 
     def _values(self) -> dict[str, Values]:
         caches = self._caches
-        # Drafts are counted as in the reports of answers, under the same names but for their ends.
+        # Drafts are counted as in the reports of answers; "draft_" and "_total" are ours alone.
         names = {name.removeprefix("draft_").removesuffix("_total"): name for name in HELP}
         drafts = {names[key]: v for key, v in counts(self._drafts, 0).items() if key in names}
         reached = list(accumulate(self._first_tokens))
