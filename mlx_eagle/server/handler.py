@@ -24,7 +24,7 @@ from mlx_lm.server import CompletionRequest
 from .answer_stream import Document, RequestError, draft_usage, error_document, on_error, told_as
 from .body import PairArguments, read_body, shortened
 from .client_session import LARGE, ClientSession
-from .listener import EXTRA_SECONDS, PairServer, RequestReader, check_present, drain
+from .listener import EXTRA_SECONDS, PairServer, Presence, RequestReader, drain
 from .metrics import CONTENT_TYPE, RequestOutcome
 from .provider import PairProvider, models
 from .request_fields import ignored_fields
@@ -118,6 +118,7 @@ class Reply(BaseHTTPRequestHandler):
     asked: float
     sessions: list[ClientSession]
     failed: Callable[[RequestError], str]
+    presence: Presence
 
     @property
     def provider(self) -> PairProvider:
@@ -132,7 +133,7 @@ class Reply(BaseHTTPRequestHandler):
 
     def check_connected(self, session: ClientSession) -> None:
         """Raise ConnectionError if the client is gone, or too slow to read its answer."""
-        check_present(self.connection)
+        self.presence.check(self.is_answering)
         answer = session.answer
         if not answer.is_over or not session.read_since:
             return
@@ -208,6 +209,14 @@ class Reply(BaseHTTPRequestHandler):
         self.status = code
         super().send_response(code, message)
 
+    def flush_headers(self) -> None:
+        """Send the head of the answer, except the bytes that ``Presence`` has sent already."""
+        head = b"".join(getattr(self, "_headers_buffer", []))
+        if head:
+            self._headers_buffer = [head[self.presence.num_ahead :]]
+            self.is_answering = True
+        super().flush_headers()
+
 
 class PairHandler(Reply):
     """Requests of one connection; those that cannot be answered get an error in one sentence."""
@@ -232,11 +241,12 @@ class PairHandler(Reply):
         self.status = 0
         self.reason = ""
         self.ignored: list[str] = []  # fields of the body
-        self.is_streaming = self.is_body_unread = False
+        self.is_streaming = self.is_answering = self.is_body_unread = False
         self.outcome: RequestOutcome | None = None  # of a request to generate
         self.route = NO_ROUTE
         self.failed = self._error_event
         self.sessions = []
+        self.presence = Presence(self.connection)
         self.reader.restart()
         self.server.note_idle(self.connection)
         try:
@@ -393,7 +403,7 @@ class PairHandler(Reply):
             self.close_connection = True
         if self.outcome is not None:
             self.outcome = RequestOutcome.of_status(told.status)
-        if self.is_streaming or not self.status:
+        if self.is_streaming or not self.is_answering:
             self._refuse(told)
 
     def _refuse(self, error: RequestError) -> None:

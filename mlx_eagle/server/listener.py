@@ -21,6 +21,8 @@ from .stored_responses import StoredResponses
 MAX_HEAD = 2**17  # bytes of a request before its body
 DRAIN_SECONDS = 2.0
 DRAIN_BYTES = 2**26
+BEGINNING = b"HTTP/1.1 "
+"""First bytes of every answer, whatever its status: they can be sent ahead."""
 BODY_BYTES = 16_000_000
 CONNECTIONS = 128
 REQUEST_SECONDS = 60.0
@@ -77,14 +79,45 @@ class RequestReader(io.RawIOBase):
         return found
 
 
-def check_present(connection: socket.socket) -> None:
-    """Raise ConnectionError if the client is gone, or has closed its sending side."""
-    closed = getattr(select, "POLLRDHUP", 0)  # Linux: even with bytes before it unread
-    poll = select.poll()
-    poll.register(connection, select.POLLIN | closed)
-    for _, events in poll.poll(0):
-        if events & closed or not connection.recv(1, socket.MSG_PEEK):
-            raise ConnectionAbortedError("the client left.")
+class Presence:
+    """Whether the client of a connection is still there.
+
+    A client that has closed its sending side may be gone, or may wait for its answer, as
+    ``nc -N`` does. Only sending tells: a client that is gone refuses it. So the first bytes of
+    every answer are sent ahead, one at a time.
+    """
+
+    def __init__(self, connection: socket.socket):
+        self._connection = connection
+        self.num_ahead = 0  # bytes of BEGINNING that were sent
+        self._next = 0.0
+        self._pause = 1.0
+
+    def check(self, is_answering: bool) -> None:
+        """Raise ConnectionError if the client is gone.
+
+        ``is_answering``: the head of the answer was sent, so sending the rest will tell.
+        """
+        error = self._connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if error:
+            raise ConnectionAbortedError(error, "the client left.")
+        if self._has_said_all() and not is_answering and self.num_ahead < len(BEGINNING):
+            now = time.monotonic()
+            if now >= self._next:
+                self._connection.sendall(BEGINNING[self.num_ahead : self.num_ahead + 1])
+                self.num_ahead += 1
+                self._next = now + self._pause
+                self._pause = 2 * self._pause
+
+    def _has_said_all(self) -> bool:
+        """Whether the client has closed its sending side."""
+        closed = getattr(select, "POLLRDHUP", 0)  # Linux: even with bytes before it unread
+        poll = select.poll()
+        poll.register(self._connection, select.POLLIN | closed)
+        events = poll.poll(0)
+        if not events:
+            return False
+        return bool(events[0][1] & closed) or not self._connection.recv(1, socket.MSG_PEEK)
 
 
 def drain(connection: socket.socket) -> None:
