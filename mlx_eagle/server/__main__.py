@@ -65,25 +65,23 @@ def announce(server: PairServer, generator: PairGenerator) -> None:
     shown = f"[{host}]" if ":" in host else host
     name = generator.model_provider.name
     url = f"http://{shown}:{port}/"
-    print(f"Serving {name}: a page to talk to it at {url}, the API at {url}v1", flush=True)
-    if server.access.key is None and not is_loopback(host):
-        print(f"Note: whoever reaches {shown} can use it; nobody is asked for a key.", flush=True)
-        if not server.access.hosts:
-            print(
-                "Note: it answers under any name, so a page can make a browser ask it: "
-                "--allowed-hosts NAMES names yours.",
-                flush=True,
-            )
-    if server.collector is not None:
-        print(
-            f"Note: chats and their answers are kept in {server.collector.path} (--collect).",
-            flush=True,
+    lines = [f"Serving {name}: a page to talk to it at {url}, the API at {url}v1"]
+    is_open = server.access.key is None and not is_loopback(host)
+    if is_open:
+        lines.append(f"Note: whoever reaches {shown} can use it; nobody is asked for a key.")
+    if is_open and not server.access.hosts:
+        lines.append(
+            "Note: it answers under any name, so a page can make a browser ask it: "
+            "--allowed-hosts NAMES names yours."
         )
+    if server.collector is not None:
+        path = server.collector.path
+        lines.append(f"Note: chats and their answers are kept in {path} (--collect).")
     is_short = generator.cli_args.max_tokens < LONG_ANSWER
     hint = f" (start the server with --max-tokens {LONG_ANSWER} for them)" if is_short else ""
-    print(f"Coding agents, in another shell{hint}:", flush=True)
-    for line in agent_lines(url.rstrip("/"), server.access.key is not None):
-        print(f"  {line}", flush=True)
+    lines.append(f"Coding agents, in another shell{hint}:")
+    agents = agent_lines(url.rstrip("/"), server.access.key is not None)
+    print("\n".join([*lines, *(f"  {line}" for line in agents)]), flush=True)
 
 
 def agent_lines(url: str, has_key: bool) -> list[str]:

@@ -41,9 +41,8 @@ class Access:
         """Raise RequestError if a key is required and was not given."""
         if self.key is None:
             return
-        given = headers["Authorization"]
-        if given is None and headers["x-api-key"] is not None:  # clients of the Anthropic API
-            given = f"Bearer {headers['x-api-key']}"
+        # Clients of the Anthropic API have a header of their own.
+        given = headers["Authorization"] or f"Bearer {headers['x-api-key'] or ''}"
         if not admits(self.key, given):
             raise RequestError(
                 "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'.", 401

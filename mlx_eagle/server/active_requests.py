@@ -24,6 +24,7 @@ from .answer_stream import AnswerStream, PairResponse, TokenOrigin
 from .body import PairArguments
 from .cache_files import Caches
 from .caches import PairCache, prepare, without_last
+from .grammars import make_grammar
 from .prompt import Tokenized
 from .provider import PairProvider
 
@@ -103,8 +104,9 @@ class ActiveRequest:
         self.num_read = 0
         flags = provider.cli_args
         processors = make_processors(args, provider.tokenizer, known)
-        if args.grammar is not None:
-            processors.insert(0, args.grammar.behind(known, len(request.tokens)))
+        if args.constraint is not None:
+            grammar = make_grammar(args.constraint, provider.tokenizer)
+            processors.insert(0, grammar.behind(known, len(request.tokens)))
         with mx.stream(self._stream):
             caches = prepare(caches, provider.model, drafter, known)
         request.stats.start()

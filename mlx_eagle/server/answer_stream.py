@@ -9,11 +9,13 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from queue import Empty, SimpleQueue
 from threading import RLock
 from typing import Any
 
+from jinja2 import TemplateError
 from mlx_lm.generate import TextStateMachine
 from mlx_lm.server import Response
 
@@ -21,6 +23,10 @@ from ..decoding.stats import DraftingEvent, Stats
 from ..structured import GrammarError
 from ..system.ranks import is_lost
 
+TEMPLATE_ERRORS = (
+    TemplateError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError,
+)  # fmt: skip
+"""Errors that chat templates raise for messages they were not written for."""
 POLL = 0.5  # seconds between looks at whether the client is still there
 
 
@@ -63,6 +69,19 @@ class RequestError(Exception):
         super().__init__(" ".join(sentence.split()))
         self.status = status
         self.code = code
+
+
+@contextmanager
+def as_request_errors() -> Iterator[None]:
+    """Context manager that raises errors of a request or its prompt as RequestError."""
+    try:
+        yield
+    except ValueError as err:
+        raise RequestError(str(err)) from err
+    except TEMPLATE_ERRORS as err:
+        raise RequestError(
+            f"the chat template cannot take these messages ({type(err).__name__}: {err})."
+        ) from err
 
 
 def error_document(error: RequestError) -> Document:

@@ -17,7 +17,7 @@ from .body import check_body, read_arguments, shortened
 from .client_session import ClientSession, Piece
 from .completions import asked_draft_usage, chat_request, model_name
 from .handler import Reply, event_text
-from .prompt import as_request_errors, encoded, with_one_system
+from .prompt import encoded, with_one_system
 from .request_fields import OWN, check_fields, is_search
 
 ATTRIBUTION = "x-anthropic-billing-header:"
@@ -60,9 +60,7 @@ def check(body: Document) -> Document:
 def answer(reply: Reply, chat: Document) -> None:
     """Answer a translated body. Raises RequestError."""
     model = model_name(reply, chat)
-    with as_request_errors():
-        args = read_arguments(chat, reply.provider.cli_args, is_chat=True)
-    session = reply.begin(chat_request(chat), args)
+    session = reply.begin(chat_request(chat), read_arguments(chat, reply.provider.cli_args))
     message = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant"}
     message |= {"model": model, "content": [], "stop_reason": None, "stop_sequence": None}
     message["usage"] = _usage(session)
@@ -72,9 +70,8 @@ def answer(reply: Reply, chat: Document) -> None:
 
 def count_tokens(reply: Reply, chat: Document) -> None:
     """Answer with the number of prompt tokens of a translated body. Raises RequestError."""
-    with as_request_errors():
-        args = read_arguments(chat, reply.provider.cli_args, is_chat=True)
-        tokens = encoded(chat_request(chat), args, reply.provider)
+    args = read_arguments(chat, reply.provider.cli_args)
+    tokens = encoded(chat_request(chat), args, reply.provider)
     reply.send_json({"input_tokens": len(tokens)})
 
 
@@ -234,7 +231,7 @@ def _thinking(thinking: Any) -> Document:
 
 def _usage(session: ClientSession) -> Document:
     return {
-        "input_tokens": len(session.prompt) - session.num_cached,
+        "input_tokens": len(session.prompt.tokens) - session.num_cached,
         "cache_read_input_tokens": session.num_cached,
         "cache_creation_input_tokens": 0,
         "output_tokens": session.num_generated,

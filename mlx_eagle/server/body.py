@@ -6,7 +6,6 @@ they change the answer are refused.
 """
 
 import json
-import math
 from argparse import Namespace
 from dataclasses import dataclass
 from typing import Any
@@ -21,9 +20,10 @@ from mlx_lm.server import (
 from ..decoding.rules import RULES, check_rule_for_sampling
 from ..decoding.setup import AUTO, read_tree
 from ..drafters.copies import Scope
-from ..structured import Grammar
 from ..system.fields import check_type, type_of
+from .answer_stream import as_request_errors
 from .grammars import Constraint, read_constraint
+from .identity import digest
 from .request_fields import check_fields, is_search
 
 MAX_DRAFT_TOKENS = 64
@@ -51,13 +51,11 @@ class Bounds:
         """Raise ValueError unless ``value`` is a finite number in the range."""
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise ValueError(f"{name} is {type_of(value)}: give a number.")
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"{name} is {value}: give a finite number.")
         if self.is_whole and not isinstance(value, int):
             raise ValueError(f"{name} is {value}: give a whole number.")
         if not self.low <= value <= self.high or 0 < value < self.smallest:
             zero = f"0, or {self.smallest}" if self.smallest else f"{self.low}"
-            raise ValueError(f"{name} is {_shown(value)}: give {zero} to {self.high}.")
+            raise ValueError(f"{name} is {shortened(repr(value))}: give {zero} to {self.high}.")
 
 
 TOKENS = Bounds(1, 2**31 - 1, is_whole=True)
@@ -68,6 +66,7 @@ BIAS = Bounds(-(10**9), 10**9)
 NUMBERS = {
     "max_tokens": TOKENS,
     "max_completion_tokens": TOKENS,
+    "n": TOKENS,
     "temperature": Bounds(0, 100, smallest=1e-20),
     "top_p": SHARE,
     "top_k": Bounds(0, 2**31 - 1, is_whole=True),
@@ -113,8 +112,9 @@ class PairArguments(GenerationArguments):
     ``reuse_caches`` False: both models compute the whole prompt, whatever is cached of it.
     ``reports_drafts``: the client asks for drafts. ``keeps_space``: the text continues the
     prompt's, and may begin with a space. ``has_followers``: other answers to the same prompt
-    wait for its caches. Only requests with the same ``cache_salt`` share prompt caches, only those
-    with the same ``scope`` copy from each other's answers, and only where these are ``is_stored``.
+    wait for its caches. Only requests with the same ``cache_salt`` (a digest of the field) share
+    prompt caches, only those with the same ``scope`` copy from each other's answers, and only
+    where these are ``is_stored``.
     """
 
     tree: str | None
@@ -130,7 +130,6 @@ class PairArguments(GenerationArguments):
     thinking_budget: int | None = None  # tokens after which thoughts are ended
     reasoning_effort: str | None = None
     constraint: Constraint | None = None
-    grammar: Grammar | None = None  # of the form, once the tokenizer is known
 
 
 def read_body(raw: bytes) -> dict[str, Any]:
@@ -171,23 +170,18 @@ def check_body(body: dict[str, Any], needed: str) -> dict[str, Any]:
         raise ValueError(f"chat_template_kwargs names {name!r}: leave it out.")
     for token, bias in body.get("logit_bias", {}).items():
         if not (token.isascii() and token.isdecimal() and len(token) <= MAX_TOKEN_DIGITS):
-            raise ValueError(f"logit_bias has the key {_shown(token)}: give token ids.")
+            raise ValueError(f"logit_bias has the key {shortened(repr(token))}: give token ids.")
         BIAS.check(f"logit_bias of {token}", bias)
     for name in ("include_usage", "include_draft"):
         value = body.get("stream_options", {}).get(name, False)
         check_type(f"stream_options.{name}", value, bool)
-    if "tools" in body:
-        body["tools"] = [tool for tool in body["tools"] if not is_search(tool)]
-    for tool in body.get("tools", []):
-        function = check_type("a tool", tool, dict).get("function") or tool
-        check_type("a tool's function", function, dict)
-        if not isinstance(function.get("name"), str):
-            raise ValueError("a tool has no name: give its function one.")
+    _check_tools(body)
     if needed == "prompt" and type(body.get("logprobs")) is int:  # a number of alternatives
         Bounds(0, MAX_TOP, is_whole=True).check("logprobs", body["logprobs"])
     else:
         check_type("logprobs", body.get("logprobs", False), bool)
-    _check_promises(body)
+    if body.get("echo") and body.get("logprobs", False) is not False:
+        raise ValueError("echo and logprobs together are not supported: leave one out.")
     _check_stop(body.get("stop", []))
     if needed not in body:
         raise ValueError(f"the request has no {needed}.")
@@ -206,10 +200,11 @@ def check_body(body: dict[str, Any], needed: str) -> dict[str, Any]:
     return body
 
 
-def read_arguments(body: dict[str, Any], flags: Namespace, is_chat: bool) -> PairArguments:
+@as_request_errors()
+def read_arguments(body: dict[str, Any], flags: Namespace, is_chat: bool = True) -> PairArguments:
     """Read the arguments of a checked body; the flags give those that are missing.
 
-    Raises ValueError if tree, acceptance rule and sampling do not go together, and for a form
+    Raises RequestError if tree, acceptance rule and sampling do not go together, and for a form
     that cannot be enforced. The flags' rule applies only to requests that it is possible for.
     Greedy decoding needs no seed.
     """
@@ -255,7 +250,7 @@ def read_arguments(body: dict[str, Any], flags: Namespace, is_chat: bool) -> Pai
         acceptance=acceptance,
         exact=get("exact", flags.exact),
         reuse_caches=get("reuse_caches", True),
-        cache_salt=get("cache_salt", ""),
+        cache_salt=digest(get("cache_salt")) if get("cache_salt") else "",
         scope=tuple(get(name) for name in SCOPE),
         is_stored=get("store", True),
         reports_drafts=True in (get("include_draft"), options.get("include_draft")),
@@ -288,7 +283,9 @@ def _check_drafts(body: dict[str, Any]) -> None:
     """Check the fields about drafting."""
     length, tree, rule = map(body.get, ("num_draft_tokens", "tree", "acceptance"))
     if isinstance(length, str) and length != AUTO:
-        raise ValueError(f"num_draft_tokens is {_shown(length)}: give a number or 'auto'.")
+        raise ValueError(
+            f"num_draft_tokens is {shortened(repr(length))}: give a number or 'auto'."
+        )
     if length not in (None, AUTO):
         Bounds(0, MAX_DRAFT_TOKENS, is_whole=True).check("num_draft_tokens", length)
     if tree is not None and check_type("tree", tree, str) != AUTO:
@@ -301,16 +298,20 @@ def _check_drafts(body: dict[str, Any]) -> None:
                 "children of one node."
             )
     if rule is not None and rule not in RULES:
-        raise ValueError(f"acceptance is {_shown(rule)}: give one of {', '.join(RULES)}.")
+        raise ValueError(f"acceptance is {shortened(repr(rule))}: give one of {', '.join(RULES)}.")
 
 
-def _check_promises(body: dict[str, Any]) -> None:
-    """Refuse fields that would be ignored; ``tool_choice`` "none" removes the tools."""
-    TOKENS.check("n", body.get("n", 1))
+def _check_tools(body: dict[str, Any]) -> None:
+    """Check the tools, of which ``tool_choice`` "none" leaves none."""
+    if "tools" in body:
+        body["tools"] = [tool for tool in body["tools"] if not is_search(tool)]
+    for tool in body.get("tools", []):
+        function = check_type("a tool", tool, dict).get("function") or tool
+        check_type("a tool's function", function, dict)
+        if not isinstance(function.get("name"), str):
+            raise ValueError("a tool has no name: give its function one.")
     if body.get("tool_choice") == "none":
         body.pop("tools", None)
-    if body.get("echo") and body.get("logprobs", False) is not False:
-        raise ValueError("echo and logprobs together are not supported: leave one out.")
 
 
 def _check_stop(stop: Any) -> None:
@@ -354,11 +355,6 @@ def _check_call(function: Any) -> None:
             json.loads(arguments)
         except (ValueError, RecursionError) as err:
             raise ValueError(f"the arguments of a tool call are not JSON ({err}).") from err
-
-
-def _shown(value: Any) -> str:
-    """Python's ``repr``, cut where it is long."""
-    return shortened(repr(value))
 
 
 def shortened(said: object) -> str:

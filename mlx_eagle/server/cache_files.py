@@ -167,7 +167,6 @@ class CacheFolder:
             self._is_failing = True
             return None
         self._is_failing = False
-        self._known[path] = replace(text, caches=None, path=path, rank=0)
         self._make_room(path)
         return path
 
@@ -191,7 +190,6 @@ class CacheFolder:
     def remove(self, paths: Iterable[Path]) -> None:
         """Remove files."""
         for path in paths:
-            self._known.pop(path, None)
             with suppress(OSError):
                 path.unlink()
 

@@ -31,7 +31,6 @@ from ..drafters.base import Drafter
 from ..target_model.cache_view import single_caches
 from ..target_model.target import Target
 from .cache_files import FOLDER_BYTES, CacheFolder, Caches, Snapshot, Tokens
-from .identity import digest
 from .metrics import CacheCounts
 
 NUM_KEPT = {"system": 1, "user": 2, "assistant": 1}
@@ -129,7 +128,7 @@ class PairCache:
         """
         caches = prompt_cache if isinstance(prompt_cache, Caches) else Caches(prompt_cache)
         text = np.array(tokens, np.int32)
-        made = Snapshot(text, cache_type, can_trim(caches.target), salted(salt), caches)
+        made = Snapshot(text, cache_type, can_trim(caches.target), salt, caches)
         for other in self._of(made.salt):
             is_loaded = other.caches is not None and len(other.tokens) > len(text)
             if is_loaded and other.num_usable(text) == len(text):
@@ -149,7 +148,7 @@ class PairCache:
         """Copy the caches that fit best; return them and the tokens they lack, at least one."""
         wanted = np.array(tokens[:-1], np.int32)
         self._look_into_folder()
-        while (snapshot := self._nearest(wanted, salted(salt))) is not None:
+        while (snapshot := self._nearest(wanted, salt)) is not None:
             num_usable = snapshot.num_usable(wanted)
             storage = "memory" if snapshot.caches is not None else "disk"
             caches = self._load(snapshot)
@@ -201,12 +200,11 @@ class PairCache:
 
         Among equals, prefer one in memory, then the one of which the least is cut off.
         """
-        best = max(
-            self._of(salt),
+        return max(
+            (s for s in self._of(salt) if s.num_usable(wanted) > 0),
             key=lambda s: (s.num_usable(wanted), s.caches is not None, -len(s.tokens)),
             default=None,
         )
-        return best if best is not None and best.num_usable(wanted) > 0 else None
 
     def _load(self, snapshot: Snapshot) -> Caches | None:
         """Return its caches, read from the file if needed; if that fails, forget it."""
@@ -279,11 +277,6 @@ class PairCache:
         self.counts.bytes["memory"] = sum(s.caches.nbytes for s in loaded if s.caches is not None)
         if self.folder is not None:
             self.counts.snapshots["disk"], self.counts.bytes["disk"] = self.folder.measure()
-
-
-def salted(salt: str) -> str:
-    """Digest of a request's salt, kept in place of the salt; "" for none."""
-    return digest(salt) if salt else ""
 
 
 def _is_unsaved(snapshot: Snapshot) -> bool:

@@ -9,16 +9,15 @@ from typing import Any
 from mlx_lm.generate import make_text_state_machine
 from mlx_lm.server import CompletionRequest, ToolCallFormatter
 
-from ..decoding.stats import Stats
 from ..system.progress import silent
 from .answer_stream import AnswerStream, DraftReport, Letter, PairResponse, TextReader, counts
 from .body import PairArguments
 from .collect import Collector
 from .engine import PairGenerator
-from .prompt import Tokenized, as_request_errors, read_prompt
+from .prompt import Tokenized, num_letters, read_prompt, render
 from .tool_formats import checked, readable
 
-LARGE = 2**16  # bytes of a body; larger ones are read and tokenized one after the other
+LARGE = 2**16  # letters of a request; larger ones are read and tokenized one after the other
 
 
 @dataclass
@@ -40,7 +39,7 @@ class Piece:
 class ClientSession:
     """One prompt and its answer: ``submit``, ``open``, then ``pieces``; at last ``close``.
 
-    ``asked`` is the ``time.monotonic()`` of the request, whose body has ``num_bytes``.
+    ``asked`` is the ``time.monotonic()`` of the request.
     ``check_connected`` is called while the client waits, and raises if it has left.
     """
 
@@ -50,29 +49,21 @@ class ClientSession:
         request: CompletionRequest,
         args: PairArguments,
         asked: float,
-        num_bytes: int,
         check_connected: Callable[["ClientSession"], None],
     ):
         self.generator = generator
         self.request = request
         self.args = args
         self._asked = asked
-        self._num_bytes = num_bytes
         self._check_connected = check_connected
-        self.answer: AnswerStream | None = None
-        self.prompt: list[int] = []
+        self.answer = AnswerStream(generator.open_answers.discard)
+        self.prompt = Tokenized([])
         self.num_cached = 0  # tokens of the prompt that an earlier request had computed
         self.num_generated = 0
         self.finish_reason: str | None = None
         self.stop_word: str | None = None  # of the client's, with which the answer ended
         self.read_since = 0.0  # time.monotonic() of the first look at the answer
-        self._tokenized = Tokenized([])
-        self._report: DraftReport | None = None
-
-    @property
-    def stats(self) -> Stats:
-        """Counts of its drafts so far."""
-        return Stats() if self.answer is None else self.answer.stats
+        self._report = DraftReport() if args.reports_drafts else None
 
     def submit(self, leader: "ClientSession | None" = None) -> None:
         """Tokenize the prompt and queue the request. Raises RequestError.
@@ -80,25 +71,21 @@ class ClientSession:
         ``leader``: a session that was submitted with the same prompt, which is read once.
         """
         if leader is None:
-            is_large = self._num_bytes > LARGE
-            with self.generator.large_prompts if is_large else nullcontext(), as_request_errors():
+            is_large = num_letters(self.request) > LARGE
+            with self.generator.large_requests if is_large else nullcontext():
                 self._check()
                 provider = self.generator.model_provider
-                self._tokenized = read_prompt(self.request, self.args, provider, self._num_bytes)
+                self.prompt = read_prompt(self.request, self.args, provider)
         else:
-            self._tokenized = leader._tokenized
+            self.prompt = leader.prompt
             self.args.chat_template_kwargs = leader.args.chat_template_kwargs
-        self.prompt = self._tokenized.tokens
         behind = None if leader is None else leader.answer
-        self.answer = self.generator.submit(self._tokenized, self.args, behind)
+        self.generator.submit(self.answer, self.prompt, self.args, behind)
 
     def open(self) -> None:
         """Wait until the request has begun. Raises RequestError if it cannot."""
-        assert self.answer is not None
         self.read_since = time.monotonic()
         self.num_cached = self.answer.wait(self._check)
-        if self.args.reports_drafts:
-            self._report = DraftReport()
 
     def pieces(
         self, progress: Callable[[int, int], None], is_stream: bool, is_whole: bool = False
@@ -116,7 +103,7 @@ class ClientSession:
         parser = tokenizer.tool_parser
         tools = readable(self.request.tools, parser)
         formatter = ToolCallFormatter(checked(parser), tools, is_stream)
-        previous = self._tokenized.initial_state
+        previous = self.prompt.initial_state
         machine = make_text_state_machine(tokenizer, self.args.stop_words)
         reader = TextReader(machine.make_state(previous))
         called = ""
@@ -165,7 +152,7 @@ class ClientSession:
         """Add its text to a piece, and the report of it if the client asked for that."""
         piece.text = "".join(letter for _, state, letter in shown if state != "reasoning")
         piece.reasoning = "".join(letter for _, state, letter in shown if state == "reasoning")
-        if self._report is not None and self.answer is not None:
+        if self._report is not None:
             piece.draft = self._report.take(shown, reader.num_read)
             if piece.finish_reason is not None:
                 piece.draft["counts"] = counts(self.answer.stats, self._report.num_batched)
@@ -177,19 +164,20 @@ class ClientSession:
         return piece
 
     def collect(self, collector: Collector) -> None:
-        """Give the chat and its answer to ``collector``, unless the answer was cut off.
+        """Give the chat and its answer to ``collector``, if it is one and was not cut off.
 
         It gets the row of one of mlx-lm's data sets, with the exact tokens, as
         ``mlx_eagle.train.answers`` writes them, if the tokenizer makes the same prompt of the
         messages again; else the reader of the row would refuse them.
         """
         request = self.request
-        if request.request_type != "chat" or self.finish_reason not in ("stop", "tool_calls"):
+        template = self.args.chat_template_kwargs or {}
+        is_chat = request.request_type == "chat" and "continue_final_message" not in template
+        if not is_chat or self.finish_reason not in ("stop", "tool_calls"):
             return
-        assert self.answer is not None
         tokenizer = self.generator.model_provider.tokenizer
         answer = self.answer.tokens
-        template = self.args.chat_template_kwargs or {}
+        prompt = self.prompt.tokens
         is_ended = bool(answer) and answer[-1] in tokenizer.eos_token_ids
         text = tokenizer.decode(answer[:-1] if is_ended else answer)
         row: dict[str, Any] = {
@@ -199,25 +187,15 @@ class ClientSession:
         }
         row |= {"tools": request.tools} if request.tools else {}
         row |= {"chat_template_kwargs": template} if template else {}
-        if tokenizer.has_chat_template:
-            again = tokenizer.apply_chat_template(
-                request.messages,
-                tools=request.tools,
-                add_generation_prompt=True,
-                return_dict=False,
-                **template,
-            )
-            if again == self.prompt:
-                row |= {"prompt_length": len(again), "tokens": [*again, *answer]}
+        if tokenizer.has_chat_template and render(request, tokenizer, template, True) == prompt:
+            row |= {"prompt_length": len(prompt), "tokens": [*prompt, *answer]}
         collector.keep(row)
 
     def close(self) -> None:
         """Generate no more for this client."""
-        if self.answer is not None:
-            self.answer.leave()
+        self.answer.leave()
 
     def _responses(self, progress: Callable[[int, int], None]) -> Iterator[PairResponse]:
-        assert self.answer is not None
         for response in self.answer.responses(self._check, progress):
             if self.num_generated == 0:
                 seconds = time.monotonic() - self._asked

@@ -19,11 +19,10 @@ from typing import Any
 from .identity import digest
 
 COLLECT_BYTES = 256_000_000
-MOST_KNOWN = 100_000  # rows that are not kept a second time
 
 
 class Collector:
-    """Appends rows to a JSONL file that only its owner may read; each conversation once.
+    """Appends rows to a JSONL file that only its owner may read, no conversation twice.
 
     It has to be a regular file of this user, with no other name: links, devices and files of
     other users are not touched. A file that would grow beyond ``max_bytes`` gets ``.1`` at the
@@ -36,10 +35,11 @@ class Collector:
         self.max_bytes = max_bytes
         self._lock = Lock()
         self._is_failing = False
+        self._known: set[str] = set()  # digests of the rows in the file
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._append(b"")
-            self._known = dict.fromkeys(self._kept())
+            self._known.update(self._kept())
         except OSError as err:
             raise ValueError(
                 f"--collect {path} cannot be written ({err.strerror}): name a file in a folder "
@@ -64,9 +64,7 @@ class Collector:
                 self._is_failing = True
             else:
                 self._is_failing = False
-                self._known[said] = None
-                if len(self._known) > MOST_KNOWN:
-                    del self._known[next(iter(self._known))]
+                self._known.add(said)
 
     def _kept(self) -> Iterator[str]:
         """Yield the digests of the rows in the file, skipping lines that are not ours."""
@@ -88,6 +86,7 @@ class Collector:
                     raise
         if is_full:
             os.replace(self.path, f"{self.path}.1")
+            self._known.clear()
             self._append(line)
 
     def _open(self) -> FileIO:

@@ -8,11 +8,11 @@ from typing import Any
 from mlx_lm.server import CompletionRequest
 
 from ..system.fields import check_type
-from .answer_stream import Document, PairResponse, RequestError, draft_usage
+from .answer_stream import Document, PairResponse, RequestError, as_request_errors, draft_usage
 from .body import check_messages, read_arguments, read_prompts, shortened
 from .client_session import ClientSession, Piece
 from .handler import Reply, event_text
-from .prompt import as_request_errors, render
+from .prompt import render
 from .provider import FINGERPRINT, PairProvider
 
 
@@ -52,13 +52,12 @@ class Answering:
             "model": model_name(reply, body),
             "created": reply.created,
         }
-        with as_request_errors():
-            args = read_arguments(body, reply.provider.cli_args, self._is_chat)
+        args = read_arguments(body, reply.provider.cli_args, self._is_chat)
         each = [request for request in requests for _ in range(self._num_each)]
-        seed = args.seed
-        seeds = [None if seed is None else (seed + i) % 2**64 for i in range(len(each))]
-        both = zip(each, seeds, strict=True)
-        self._sessions = [reply.new_session(request, replace(args, seed=s)) for request, s in both]
+        for i, request in enumerate(each):
+            seed = None if args.seed is None else (args.seed + i) % 2**64
+            reply.new_session(request, replace(args, seed=seed))
+        self._sessions = reply.sessions
         self._offsets = [0] * len(self._sessions)  # letters already sent of each
 
     def run(self) -> None:
@@ -147,7 +146,7 @@ class Answering:
     def _usage(self) -> Document:
         sessions = self._sessions
         leaders = self._sessions[:: self._num_each]
-        num_prompt = sum(len(session.prompt) for session in leaders)
+        num_prompt = sum(len(session.prompt.tokens) for session in leaders)
         num_generated = sum(session.num_generated for session in sessions)
         return {
             "prompt_tokens": num_prompt,
@@ -161,7 +160,7 @@ class Answering:
 def asked_draft_usage(sessions: Sequence[ClientSession]) -> Document:
     """Draft statistics of some answers, if the server was started with --usage-stats."""
     is_asked = sessions[0].generator.model_provider.cli_args.usage_stats
-    return draft_usage(session.stats for session in sessions) if is_asked else {}
+    return draft_usage(session.answer.stats for session in sessions) if is_asked else {}
 
 
 def model_name(reply: Reply, body: Document) -> str:
@@ -195,25 +194,25 @@ def logprob_of(spell: Callable[[int], bytes], response: PairResponse) -> Documen
     return entry(response.token, response.logprob) | {"top_logprobs": top}
 
 
+@as_request_errors()
 def tokenize(reply: Reply, body: Document) -> None:
     """Send the tokens of a ``content``, a ``prompt`` or ``messages``. Raises RequestError."""
     provider = reply.provider
     tokenizer = provider.tokenizer
     given = [name for name in ("content", "prompt", "messages") if name in body]
-    with as_request_errors():
-        if len(given) != 1:
-            raise ValueError("give one of content, prompt and messages to be tokenized.")
-        (name,) = given
-        options = check_type("chat_template_kwargs", body.get("chat_template_kwargs", {}), dict)
-        check_type("tools", body.get("tools", []), list)
-        has_special = body.get("add_special", body.get("add_special_tokens", name == "prompt"))
-        if name == "messages":
-            check_messages(body["messages"])
-            options = provider.cli_args.chat_template_args | options
-            text = render(chat_request(body), tokenizer, options)
-            has_special = False
-        else:
-            text = check_type(name, body[name], str)
+    if len(given) != 1:
+        raise ValueError("give one of content, prompt and messages to be tokenized.")
+    (name,) = given
+    options = check_type("chat_template_kwargs", body.get("chat_template_kwargs", {}), dict)
+    check_type("tools", body.get("tools", []), list)
+    has_special = body.get("add_special", body.get("add_special_tokens", name == "prompt"))
+    if name == "messages":
+        check_messages(body["messages"])
+        options = provider.cli_args.chat_template_args | options
+        text = render(chat_request(body), tokenizer, options)
+        has_special = False
+    else:
+        text = check_type(name, body[name], str)
     tokens = tokenizer.encode(text, add_special_tokens=has_special)
     document: Document = {"tokens": tokens, "count": len(tokens)}
     if body.get("with_pieces"):

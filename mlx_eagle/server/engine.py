@@ -28,12 +28,12 @@ from ..batch.requests import Request, first_token, reason_not_batchable
 from ..drafters.base import NullDrafter
 from ..system.ranks import is_first, is_lost, num_ranks, share
 from .active_requests import ActiveRequest
-from .answer_stream import AnswerStream, RequestError, on_error
+from .answer_stream import AnswerStream, RequestError, as_request_errors, on_error
 from .body import PairArguments
 from .caches import PairCache
 from .grammars import make_grammar
 from .metrics import Metrics
-from .prompt import Tokenized, as_request_errors
+from .prompt import Tokenized
 from .provider import PairProvider
 
 TIME_LIMIT = 600.0  # seconds
@@ -252,8 +252,8 @@ class PairGenerator(ResponseGenerator):
 
     def __init__(self, provider: PairProvider, prompt_cache: PairCache):
         self.metrics = Metrics(prompt_cache.counts, provider.answers)
-        self._open: set[AnswerStream] = set()
-        self.large_prompts = Lock()
+        self.open_answers: set[AnswerStream] = set()
+        self.large_requests = Lock()  # hostile ones together would leave no time to generate
         self.is_hurried = Event()  # caches are no longer written to files at the end
         super().__init__(provider, prompt_cache)
 
@@ -273,8 +273,12 @@ class PairGenerator(ResponseGenerator):
             raise ValueError("the pair could not be loaded: the reason stands above.")
 
     def submit(
-        self, request: Tokenized, args: PairArguments, behind: AnswerStream | None = None
-    ) -> AnswerStream:
+        self,
+        answer: AnswerStream,
+        request: Tokenized,
+        args: PairArguments,
+        behind: AnswerStream | None = None,
+    ) -> None:
         """Queue a request. Raises RequestError for an unusable constraint, or if the thread ended.
 
         ``behind``: an earlier answer to the same prompt, for which the prompt is read first.
@@ -282,15 +286,13 @@ class PairGenerator(ResponseGenerator):
         self.check_alive()
         if args.constraint is not None:
             with as_request_errors():
-                args.grammar = make_grammar(args.constraint, self.model_provider.tokenizer)
-        answer = AnswerStream(self._open.discard)
-        self._open.add(answer)
+                make_grammar(args.constraint, self.model_provider.tokenizer)
+        self.open_answers.add(answer)
         queue = partial(self.requests.put, (answer, request, args))
         if behind is None:
             queue()
         else:
             behind.when_read(queue)
-        return answer
 
     def check_alive(self) -> None:
         """Raise RequestError if the generating thread has ended."""
@@ -299,7 +301,7 @@ class PairGenerator(ResponseGenerator):
 
     def count_open(self) -> tuple[int, int]:
         """Count the requests that wait, and those being answered."""
-        answers = list(self._open)
+        answers = list(self.open_answers)
         num_waiting = sum(answer.is_waiting for answer in answers)
         return num_waiting, len(answers) - num_waiting
 
@@ -346,8 +348,6 @@ class PairGenerator(ResponseGenerator):
         for i, (tokenized, args) in enumerate(orders.requests):
             if not is_first():
                 answers.append(AnswerStream(lambda answer: None))
-            if args.constraint is not None:
-                args.grammar = make_grammar(args.constraint, self.model_provider.tokenizer)
             with on_error(answers[i].put):
                 schedule.begin(answers[i], tokenized, args)
         return not orders.is_stopping
@@ -360,9 +360,8 @@ class PairGenerator(ResponseGenerator):
         requests = []
         for answer, tokenized, args in islice(self._waiting(schedule.is_idle), schedule.room):
             answers.append(answer)
-            if num_ranks() > 1:  # grammars cannot be sent, and chance must be the same for all
-                seed = randbits(63) if args.seed is None else args.seed
-                args = replace(args, grammar=None, seed=seed)
+            if num_ranks() > 1 and args.seed is None:  # chance must be the same for all
+                args = replace(args, seed=randbits(63))
             requests.append((tokenized, args))
         return Orders(requests, *schedule.see_clients(), self._stop)
 

@@ -24,7 +24,7 @@ from mlx_lm.server import CompletionRequest
 from .answer_stream import Document, RequestError, draft_usage, error_document, on_error, told_as
 from .body import PairArguments, read_body, shortened
 from .client_session import LARGE, ClientSession
-from .listener import PairServer, Presence, RequestReader, drain
+from .listener import EXTRA_SECONDS, PairServer, Presence, RequestReader, drain
 from .metrics import CONTENT_TYPE, RequestOutcome
 from .provider import PairProvider, models
 from .request_fields import ignored_fields
@@ -109,15 +109,15 @@ class Reply(BaseHTTPRequestHandler):
     """Connection of a client, to which the APIs send an answer.
 
     ``created`` and ``asked`` say when the request came, by the calendar and by
-    ``time.monotonic()``; ``num_bytes`` is the size of its body.
+    ``time.monotonic()``. ``failed`` formats the end of a stream that breaks off.
     """
 
     protocol_version = "HTTP/1.1"
     server: PairServer
     created: int
     asked: float
-    num_bytes: int
     sessions: list[ClientSession]
+    failed: Callable[[RequestError], str]
     presence: Presence
 
     @property
@@ -127,8 +127,7 @@ class Reply(BaseHTTPRequestHandler):
     def new_session(self, request: CompletionRequest, args: PairArguments) -> ClientSession:
         """Add a session to the request, which closes and counts it."""
         generator = self.server.generator
-        checked = self.check_connected
-        session = ClientSession(generator, request, args, self.asked, self.num_bytes, checked)
+        session = ClientSession(generator, request, args, self.asked, self.check_connected)
         self.sessions.append(session)
         return session
 
@@ -136,7 +135,7 @@ class Reply(BaseHTTPRequestHandler):
         """Raise ConnectionError if the client is gone, or too slow to read its answer."""
         self.presence.check(self.is_answering)
         answer = session.answer
-        if answer is None or not answer.is_over or not session.read_since:
+        if not answer.is_over or not session.read_since:
             return
         complete = max(answer.ended, session.read_since)
         if time.monotonic() - complete > self.server.flags.request_timeout:
@@ -153,32 +152,18 @@ class Reply(BaseHTTPRequestHandler):
         session.open()
         return session
 
-    def begin_events(
-        self,
-        content_type: str = "text/event-stream",
-        failed: Callable[[RequestError], str] | None = None,
-    ) -> None:
-        """Send the head of a stream; ``failed`` formats the event that ends it if it breaks off.
-
-        Without it that is the error as the route has it.
-        """
-        self.failed = failed
+    def begin_events(self, content_type: str = "text/event-stream") -> None:
+        """Send the head of a stream."""
         self.is_streaming = self.close_connection = True
         self.send_response(200)
         self.send_header("Content-type", content_type)
         self.send_header("Cache-Control", "no-cache")
         self._end_head()
 
-    def send_events(
-        self,
-        events: Iterator[str],
-        document: Document,
-        is_stream: bool,
-        failed: Callable[[RequestError], str] | None = None,
-    ) -> None:
+    def send_events(self, events: Iterator[str], document: Document, is_stream: bool) -> None:
         """Send the events, or the document that is whole behind the last of them."""
         if is_stream:
-            self.begin_events(failed=failed)
+            self.begin_events()
         for event in events:
             if is_stream:
                 self.write(event)
@@ -238,7 +223,8 @@ class PairHandler(Reply):
 
     def setup(self) -> None:
         """Set the time limits: one for all reads of a request, one for each write."""
-        self.timeout = self.server.flags.request_timeout
+        self.is_extra = self.request in self.server.extra
+        self.timeout = EXTRA_SECONDS if self.is_extra else self.server.flags.request_timeout
         super().setup()
         self.reader = RequestReader(self.connection, self.timeout, self.server.note_busy)
         self._rest = self.rfile = io.BufferedReader(self.reader)
@@ -252,13 +238,13 @@ class PairHandler(Reply):
         self.path = ""
         self.asked = time.monotonic()
         self.created = int(time.time())
-        self.num_bytes = 0  # of the body
         self.status = 0
         self.reason = ""
         self.ignored: list[str] = []  # fields of the body
         self.is_streaming = self.is_answering = self.is_body_unread = False
         self.outcome: RequestOutcome | None = None  # of a request to generate
         self.route = NO_ROUTE
+        self.failed = self._error_event
         self.sessions = []
         self.presence = Presence(self.connection)
         self.reader.restart()
@@ -286,7 +272,7 @@ class PairHandler(Reply):
         finally:
             self.rfile = self._rest
         self.reader.in_head = False
-        if self.command != "POST" and has_body(self.headers):
+        if self.is_extra or (self.command != "POST" and has_body(self.headers)):
             # Nobody reads it, and its bytes must not be taken for the next request.
             self.close_connection = self.is_body_unread = True
         self.path, _, self.query = self.path.partition("#")[0].partition("?")
@@ -341,8 +327,9 @@ class PairHandler(Reply):
         elif self.path == "/metrics":
             self.send(200, CONTENT_TYPE, self.server.metrics_text().encode())
         elif self.path == "/health":
-            status, document = self.server.health()
-            self.send(status, "application/json", document)
+            is_healthy = self.server.generator.is_healthy
+            word = "ok" if is_healthy else "unavailable"
+            self.send_json({"status": word}, 200 if is_healthy else 503)
         elif self.path in self.server.documents:
             self.send_json(self.server.documents[self.path](self.provider))
         elif self.path.startswith("/v1/models"):
@@ -381,22 +368,18 @@ class PairHandler(Reply):
         self.headers = getattr(self, "headers", None) or {}
         self._refuse(error)
 
-    def handle_expect_100(self) -> bool:
-        """Answer a client that waits for 100 Continue before it sends its body."""
-        self.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        return True
-
     def _check_access(self) -> None:
+        if self.is_extra and self.path != "/health":
+            raise RequestError("the server has too many connections: try again later.", 503)
         self.server.access.check_page(self.headers)
         if self.command == "POST" or self.path not in ("/", "/health"):
             self.server.access.check_key(self.headers)
 
     def _fields_of(self, raw: bytes) -> dict[str, Any]:
         """Return the checked fields of a body. Raises RequestError."""
-        self.num_bytes = len(raw)
         try:
             # One at a time: hostile ones together would leave no time to generate.
-            with self.server.large_bodies if len(raw) > LARGE else nullcontext():
+            with self.server.generator.large_requests if len(raw) > LARGE else nullcontext():
                 body = read_body(raw)
                 self.ignored = ignored_fields(body, self.route.fields)
                 return self.route.check(body)
@@ -426,20 +409,22 @@ class PairHandler(Reply):
     def _refuse(self, error: RequestError) -> None:
         """Send the error, within the stream if one was begun."""
         self.reason = str(error)
+        if self.is_streaming:
+            self.status = error.status
+            self.write(self.failed(error))
+        else:
+            self.send_json(self.route.error_document(error), error.status)
+
+    def _error_event(self, error: RequestError) -> str:
         document = self.route.error_document(error)
-        if not self.is_streaming:
-            self.send_json(document, error.status)
-            return
-        self.status = error.status
-        event = event_text(document, document.get("type", ""))
-        self.write(event if self.failed is None else self.failed(error))
+        return event_text(document, document.get("type", ""))
 
     def _end_request(self) -> None:
         """Stop generating, count the request, and log it."""
         for session in self.sessions:
             session.close()
         num_tokens = (
-            sum(len(session.prompt) for session in self.sessions),
+            sum(len(session.prompt.tokens) for session in self.sessions),
             sum(session.num_cached for session in self.sessions),
             sum(session.num_generated for session in self.sessions),
         )
@@ -459,8 +444,8 @@ class PairHandler(Reply):
         line += f"{self.status or '-'}{outcome}"
         seconds = time.monotonic() - self.asked
         if num_generated:
-            tau = draft_usage(s.stats for s in self.sessions)["mean_acceptance_length"]
-            began = [s.answer.began for s in self.sessions if s.answer and s.answer.began]
+            tau = draft_usage(s.answer.stats for s in self.sessions)["mean_acceptance_length"]
+            began = [s.answer.began for s in self.sessions if s.answer.began]
             busy = max(1e-9, time.monotonic() - min(began, default=self.asked))
             line += (
                 f": {num_prompt} prompt tokens, {num_cached} of them cached, {num_generated} "

@@ -2,22 +2,18 @@
 
 import http.client
 import io
-import json
-import logging
 import select
 import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import BoundedSemaphore, Lock, Thread
+from threading import Lock
 from typing import Any
 
 from .access import Access
-from .answer_stream import RequestError, error_document
 from .collect import Collector
 from .engine import PairGenerator
 from .stored_responses import StoredResponses
@@ -31,11 +27,9 @@ BODY_BYTES = 16_000_000
 CONNECTIONS = 128
 REQUEST_SECONDS = 60.0
 ACCEPT_POLL = 0.05  # seconds until the listening thread sees that it is to stop
-TOO_MANY = RequestError("the server has too many connections: try again later.", 503)
-TOO_MANY_TEXT = json.dumps(error_document(TOO_MANY)).encode()
 IDLE_SECONDS = 1.0  # without a request, after which a connection may be closed to make room
-RESERVE = 8  # connections beyond the limit that are read at a time
-BRIEF_SECONDS = 1.0  # for each of them
+EXTRA = 64  # connections beyond the limit that are answered at a time, each with one request
+EXTRA_SECONDS = 1.0  # for this to arrive
 
 
 class RequestReader(io.RawIOBase):
@@ -175,12 +169,11 @@ class PairServer(ThreadingHTTPServer):
         self.metrics = generator.metrics
         self.stored = StoredResponses()
         self.answering: set[BaseHTTPRequestHandler] = set()
-        self.large_bodies = Lock()
         self.is_stopping = False
         self._connections: set[socket.socket] = set()
         self._idle: dict[socket.socket, float] = {}  # without a request, since when
+        self.extra: set[socket.socket] = set()  # beyond the limit
         self._lock = Lock()
-        self._reserve = BoundedSemaphore(RESERVE)
         host = self.flags.host
         port = self.flags.port
         try:
@@ -197,26 +190,27 @@ class PairServer(ThreadingHTTPServer):
             ) from err
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer in a thread of its own, unless there are too many.
+        """Answer in a thread of its own.
 
-        Then the connection that has been idle longest makes room. If none is idle, a few more
-        requests are read: those for the health get it, others learn that the server is full.
+        If there are too many, the connection that has been idle longest makes room. If none is
+        idle, this is an extra one: it gets the health, or learns that the server is full.
         """
         if len(self._connections) >= self.flags.max_connections:
             self._close_idlest()
         if len(self._connections) < self.flags.max_connections:
             self._connections.add(request)
             self.note_idle(request)  # not in its thread: threads begin in any order
-            super().process_request(request, client_address)
-            return
-        self.metrics.refused_connections += 1
-        if self._reserve.acquire(blocking=False):
-            Thread(target=self._answer_in_brief, args=(request,), daemon=True).start()
         else:
-            self._refuse(request)
+            self.metrics.refused_connections += 1
+            if len(self.extra) >= EXTRA:
+                self.shutdown_request(request)
+                return
+            self.extra.add(request)
+        super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
         self._connections.discard(request)
+        self.extra.discard(request)
         self.note_busy(request)
         super().shutdown_request(request)
 
@@ -239,24 +233,6 @@ class PairServer(ThreadingHTTPServer):
         self._connections.discard(found)
         with suppress(OSError):
             found.shutdown(socket.SHUT_RDWR)  # its thread reads an end, and closes it
-
-    def _answer_in_brief(self, request: socket.socket) -> None:
-        """Answer a connection beyond the limit: with the health, or that the server is full."""
-        try:
-            request.settimeout(BRIEF_SECONDS)
-            answer = 503, TOO_MANY_TEXT
-            with suppress(OSError):
-                if request.recv(2**12).startswith((b"GET /health ", b"HEAD /health ")):
-                    answer = self.health()
-            self._refuse(request, *answer)
-        finally:
-            self._reserve.release()
-
-    def health(self) -> tuple[int, bytes]:
-        """Return whether the server can answer, as a status and a document."""
-        is_healthy = self.generator.is_healthy
-        document = {"status": "ok" if is_healthy else "unavailable"}
-        return 200 if is_healthy else 503, json.dumps(document).encode()
 
     def stop_listening(self) -> None:
         """Refuse new connections from now on; requests already read are still answered."""
@@ -282,22 +258,6 @@ class PairServer(ThreadingHTTPServer):
             "num_draft_tokens": args.num_draft_tokens,
             "tree": args.tree,
         }
-
-    def _refuse(self, request: Any, status: int = 503, content: bytes = TOO_MANY_TEXT) -> None:
-        """Refuse without waiting: this thread accepts all connections."""
-        head = (
-            f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nContent-Length: {len(content)}\r\n"
-        )
-        head += "Retry-After: 5\r\n" if status == 503 else ""
-        head += "Content-type: application/json\r\nConnection: close\r\n\r\n"
-        try:
-            request.setblocking(False)
-            request.send(head.encode() + content)
-            request.shutdown(socket.SHUT_WR)
-            request.recv(2**16)  # a connection with bytes unread is reset, and loses its answer
-        except OSError:
-            logging.debug("A connection that was one too many could not be told so.")
-        request.close()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore the error of a client that leaves."""

@@ -1,6 +1,6 @@
 """Counters of the server, and ``/metrics`` in Prometheus's text format 0.0.4."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import accumulate
@@ -10,6 +10,7 @@ from typing import Any
 from .. import __version__
 from ..decoding.stats import Stats
 from ..drafters.earlier_answers import EarlierAnswers
+from .answer_stream import counts
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 FIRST_TOKEN_BOUNDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)  # seconds
@@ -96,8 +97,8 @@ class Metrics:
     def count_request(self, outcome: RequestOutcome, *num_tokens: int) -> None:
         """Count a request that has ended, with ``num_tokens`` of each kind."""
         with self._lock:
-            for counts, num in zip(self._by_outcome.values(), (1, *num_tokens), strict=False):
-                counts[outcome] += num
+            for found, num in zip(self._by_outcome.values(), (1, *num_tokens), strict=False):
+                found[outcome] += num
 
     def count_first_token(self, seconds: float) -> None:
         """Count an answer that began ``seconds`` after its request arrived."""
@@ -125,10 +126,12 @@ class Metrics:
 
     def _values(self) -> dict[str, Values]:
         caches = self._caches
-        drafts = self._drafts
-        counts = list(accumulate(self._first_tokens))
+        # Drafts are counted as in the reports of answers; "draft_" and "_total" are ours alone.
+        names = {name.removeprefix("draft_").removesuffix("_total"): name for name in HELP}
+        drafts = {names[key]: v for key, v in counts(self._drafts, 0).items() if key in names}
+        reached = list(accumulate(self._first_tokens))
         bounds = [*map(str, FIRST_TOKEN_BOUNDS), "+Inf"]
-        buckets = _by("le", dict(zip(bounds, counts, strict=True)), "_bucket")
+        buckets = _by("le", dict(zip(bounds, reached, strict=True)), "_bucket")
         return {
             "build_info": _by("version", {__version__: 1}),
             **{name: _by("outcome", found) for name, found in self._by_outcome.items()},
@@ -137,28 +140,18 @@ class Metrics:
             "prompt_cache_misses_total": caches.misses,
             "prompt_cache_snapshots": _by("place", caches.snapshots),
             "prompt_cache_bytes": _by("place", caches.bytes),
-            FIRST_TOKEN: buckets | {"_sum": self._first_token_seconds, "_count": counts[-1]},
-            "drafted_tokens_total": drafts.num_drafted,
-            "accepted_tokens_total": drafts.num_accepted,
-            "copied_tokens_total": drafts.num_copied,
-            "accepted_copied_tokens_total": drafts.num_accepted_copied,
+            FIRST_TOKEN: buckets | {"_sum": self._first_token_seconds, "_count": reached[-1]},
             "copy_answers_tokens": self._answers.num_tokens,
-            "drafted_by_position_total": _by_position(drafts.drafted_by_position),
-            "accepted_by_position_total": _by_position(drafts.accepted_by_position),
-            "acceptance_by_position": _by_position(drafts.cumulative_acceptance_by_position),
-            "draft_target_passes_total": drafts.num_target_forwards,
-            "draft_emitted_tokens_total": drafts.num_emitted,
-            "mean_acceptance_length": drafts.mean_acceptance_length,
+            **{
+                name: _by("position", dict(enumerate(v, 1))) if isinstance(v, list) else v
+                for name, v in drafts.items()
+            },
         }
 
 
 def _by(label: str, values: Mapping[Any, float], suffix: str = "") -> dict[str, float]:
     """Return the values of a metric by its label."""
     return {f'{suffix}{{{label}="{key}"}}': value for key, value in values.items()}
-
-
-def _by_position(values: Sequence[float]) -> dict[str, float]:
-    return _by("position", dict(enumerate(values, 1)))
 
 
 def _family(name: str, text: str, values: Values) -> str:

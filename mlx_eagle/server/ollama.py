@@ -18,19 +18,19 @@ from mlx_lm.utils import get_total_parameters
 from ..system.device import weight_bytes
 from ..system.fields import check_type
 from ..system.progress import silent
-from .answer_stream import Document, RequestError
+from .answer_stream import Document, RequestError, as_request_errors
 from .body import check_body, check_messages, read_arguments, shortened
 from .client_session import ClientSession, Piece
 from .completions import chat_request, logprob_of, model_name
 from .handler import Reply
-from .prompt import as_request_errors, with_one_system
+from .prompt import with_one_system
 from .provider import PairProvider
 from .request_fields import OWN, check_fields
 
 VERSION = "0.12.11"
 """Version of Ollama whose API this is; clients refuse those that lack what they use."""
 LINES = "application/x-ndjson"
-SAME = (*(name for name in OWN if name != "stream"), "tools", "logprobs", "top_logprobs")
+SAME = (*OWN, "tools", "logprobs", "top_logprobs")
 
 
 def error_document(error: RequestError) -> Document:
@@ -40,12 +40,11 @@ def error_document(error: RequestError) -> Document:
 
 def check_chat(body: Document) -> Document:
     """Translate a request to /api/chat. Raises ValueError."""
-    messages = check_type("messages", body.get("messages", []), list)
     chat = _translated(body)
-    if messages:
+    if messages := check_type("messages", body.get("messages", []), list):
         chat["messages"] = with_one_system(_messages(messages))
         check_body(chat, "messages")
-    return {"asked": body, "chat": chat, "is_chat": True}
+    return chat
 
 
 def check_generate(body: Document) -> Document:
@@ -59,7 +58,7 @@ def check_generate(body: Document) -> Document:
         rules = [{"role": "system", "content": system}] if system else []
         chat["messages"] = [*rules, {"role": "user", "content": prompt}]
         check_body(chat, "messages")
-    return {"asked": body, "chat": chat, "is_chat": False}
+    return chat
 
 
 def _translated(body: Document) -> Document:
@@ -72,7 +71,7 @@ def _translated(body: Document) -> Document:
     chat |= {name: options[name] for name in (*SAME, "stop") if name in options}
     check_fields(options, "options", chat)
     check_fields(body, "ollama", chat)
-    check_type("stream", body.get("stream", True), bool)
+    chat["stream"] = check_type("stream", body.get("stream", True), bool)
     return chat
 
 
@@ -102,42 +101,39 @@ def _messages(messages: Sequence[Any]) -> list[Document]:
     return found
 
 
-def answer(reply: Reply, body: Document) -> None:
+def answer(reply: Reply, chat: Document, is_chat: bool) -> None:
     """Answer a translated body, line by line unless ``stream`` is false. Raises RequestError."""
-    chat = body["chat"]
-    base = {"model": model_name(reply, chat), "created_at": _now()}
-    is_chat = body["is_chat"]
+    base = {"model": model_name(reply, chat)}
+
+    def line(piece: Piece, end: Document) -> Document:
+        return base | {"created_at": _now()} | _shown(reply, piece, is_chat) | end
+
     if not chat.keys() & {"messages", "prompt"}:  # asks for the model to be loaded, which it is
-        empty = {"message": {"role": "assistant", "content": ""}} if is_chat else {"response": ""}
-        reply.send_json(base | empty | {"done": True, "done_reason": "load"})
+        reply.send_json(line(Piece(), {"done": True, "done_reason": "load"}))
         return
-    with as_request_errors():
-        args = read_arguments(chat, reply.provider.cli_args, is_chat="messages" in chat)
+    args = read_arguments(chat, reply.provider.cli_args, is_chat="messages" in chat)
     if "messages" in chat:
         request = chat_request(chat)
     else:
         request = CompletionRequest("text", chat["prompt"], [], None, None)
     session = reply.begin(request, args)
-    if not body["asked"].get("stream", True):
+    if not chat["stream"]:
         piece = session.whole()
-        reply.send_json(
-            base | _shown(reply, session, piece, is_chat) | _end(reply, session, piece)
-        )
+        reply.send_json(line(piece, _end(reply, session, piece)))
         return
-    reply.begin_events(LINES, lambda error: _line(error_document(error)))
+    reply.failed = lambda error: _line(error_document(error))
+    reply.begin_events(LINES)
     for piece in session.pieces(silent, is_stream=False):
         if piece.text or piece.reasoning or piece.calls or piece.responses:
-            line = _shown(reply, session, piece, is_chat) | {"done": False}
-            reply.write(_line(base | {"created_at": _now()} | line))
-    line = _shown(reply, session, Piece(), is_chat) | _end(reply, session, piece)
-    reply.write(_line(base | {"created_at": _now()} | line))
+            reply.write(_line(line(piece, {"done": False})))
+    reply.write(_line(line(Piece(), _end(reply, session, piece))))
 
 
 def _line(document: Document) -> str:
     return json.dumps(document) + "\n"
 
 
-def _shown(reply: Reply, session: ClientSession, piece: Piece, is_chat: bool) -> Document:
+def _shown(reply: Reply, piece: Piece, is_chat: bool) -> Document:
     """Return a piece of an answer as one line has it."""
     thoughts = {"thinking": piece.reasoning} if piece.reasoning else {}
     found: Document = {"response": piece.text, **thoughts}
@@ -148,7 +144,7 @@ def _shown(reply: Reply, session: ClientSession, piece: Piece, is_chat: bool) ->
             function = {"name": call["function"]["name"], "arguments": arguments}
             message.setdefault("tool_calls", []).append({"id": call["id"], "function": function})
         found = {"message": message}
-    if session.args.logprobs and piece.responses:
+    if piece.responses and reply.sessions[0].args.logprobs:
         found["logprobs"] = [logprob_of(reply.provider.spelling, r) for r in piece.responses]
     return found
 
@@ -156,13 +152,13 @@ def _shown(reply: Reply, session: ClientSession, piece: Piece, is_chat: bool) ->
 def _end(reply: Reply, session: ClientSession, last: Piece) -> Document:
     """Return the fields of a last line: the reason to end, tokens, and times in nanoseconds."""
     now = time.monotonic()
-    began = session.answer.began if session.answer is not None and session.answer.began else now
+    began = session.answer.began or now
     return {
         "done": True,
         "done_reason": "length" if last.finish_reason == "length" else "stop",
         "total_duration": _nanoseconds(now - reply.asked),
         "load_duration": 0,
-        "prompt_eval_count": len(session.prompt),
+        "prompt_eval_count": len(session.prompt.tokens),
         "prompt_eval_duration": _nanoseconds(began - reply.asked),
         "eval_count": session.num_generated,
         "eval_duration": _nanoseconds(now - began),
@@ -196,11 +192,11 @@ def tags(provider: PairProvider) -> Document:
     return {"models": [entry]}
 
 
+@as_request_errors()
 def show(reply: Reply, body: Document) -> None:
     """Send the properties of the model. Raises RequestError where it is not served."""
     provider = reply.provider
-    with as_request_errors():
-        asked = check_type("model", body.get("model") or body.get("name") or provider.name, str)
+    asked = check_type("model", body.get("model") or body.get("name") or provider.name, str)
     model_name(reply, {"model": asked})
     family = _family(provider)
     info = {"general.architecture": family, "general.basename": provider.name}

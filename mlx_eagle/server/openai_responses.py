@@ -8,19 +8,18 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
 from typing import Any
 
 from mlx_lm.server import CompletionRequest
 
 from ..system.fields import check_type
 from ..system.progress import silent
-from .answer_stream import Document, RequestError
+from .answer_stream import Document, RequestError, as_request_errors
 from .body import PairArguments, check_body, read_arguments, shortened
 from .client_session import ClientSession
 from .completions import asked_draft_usage, chat_request, logprob_of, model_name
 from .handler import Reply, event_text
-from .prompt import as_request_errors, encoded, with_one_system, without_oldest
+from .prompt import encoded, with_one_system, without_oldest
 from .request_fields import OWN, check_fields, is_search
 from .stored_responses import is_reference
 
@@ -214,44 +213,40 @@ def answer(reply: Reply, body: Document) -> None:
     """Answer a translated body. Raises RequestError."""
     asked = body["asked"]
     chat = body["chat"]
-    items = _conversation(reply, asked)
-    request, args = _request(reply, asked, chat, items)
+    request, args, items = _request(reply, asked, chat)
     response = _begun(reply, asked, chat, args)
     session = reply.begin(request, args)
     events = _Events(reply, response, items)
-    reply.send_events(events.of(session), response, bool(chat.get("stream")), events.failed)
+    reply.failed = events.failed
+    reply.send_events(events.of(session), response, bool(chat.get("stream")))
 
 
 def count_tokens(reply: Reply, body: Document) -> None:
     """Answer with the number of prompt tokens of a translated body. Raises RequestError."""
-    items = _conversation(reply, body["asked"])
-    request, args = _request(reply, body["asked"], body["chat"], items)
-    with as_request_errors():
-        tokens = encoded(request, args, reply.provider)
+    request, args, _ = _request(reply, body["asked"], body["chat"])
+    tokens = encoded(request, args, reply.provider)
     reply.send_json({"object": "response.input_tokens", "input_tokens": len(tokens)})
 
 
-def _conversation(reply: Reply, asked: Document) -> list[Document]:
-    """Return the items of a request and all before them that are kept. Raises RequestError."""
+@as_request_errors()
+def _request(
+    reply: Reply, asked: Document, chat: Document
+) -> tuple[CompletionRequest, PairArguments, list[Document]]:
+    """Return the chat of a request, and its items behind all that are kept of those before.
+
+    Raises RequestError. Templates may change the messages of the chat.
+    """
     items = reply.server.stored.resolve(_items(asked["input"]))
     if previous := asked.get("previous_response_id"):
         before, earlier = reply.server.stored.find(previous, status=400)
         items = [*earlier, *before["output"], *items]
-    return items
-
-
-def _request(
-    reply: Reply, asked: Document, chat: Document, items: list[Document]
-) -> tuple[CompletionRequest, PairArguments]:
-    """Return the chat of the instructions and all items; templates may change its messages."""
     rules = {"role": "system", "content": asked.get("instructions", "")}
-    with as_request_errors():
-        args = read_arguments(chat, reply.provider.cli_args, is_chat=True)
-        messages = deepcopy(with_one_system([rules, *_messages(items)]))
-        request = chat_request(chat | {"messages": messages})
-        if asked.get("truncation") == "auto":
-            request = without_oldest(request, args, reply.provider)
-    return request, args
+    args = read_arguments(chat, reply.provider.cli_args)
+    messages = deepcopy(with_one_system([rules, *_messages(items)]))
+    request = chat_request(chat | {"messages": messages})
+    if asked.get("truncation") == "auto":
+        request = without_oldest(request, args, reply.provider)
+    return request, args, items
 
 
 def _begun(reply: Reply, asked: Document, chat: Document, args: PairArguments) -> Document:
@@ -274,29 +269,15 @@ def _begun(reply: Reply, asked: Document, chat: Document, args: PairArguments) -
     } | {name: asked.get(name, default) for name, default in ECHOED.items()}
 
 
-@dataclass(frozen=True)
-class TextPart:
-    """Kind of text in an item, with the names of its events."""
-
-    item: str
-    field: str
-    empty: Document
-    part_event: str
-    text_event: str
-
-
-EMPTY = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-TEXT = TextPart(
-    "message", "content", EMPTY, "response.content_part", "response.output_text",
-)  # fmt: skip
-THOUGHTS = TextPart(
-    "reasoning", "content", {"type": "reasoning_text", "text": ""},
-    "response.content_part", "response.reasoning_text",
-)  # fmt: skip
-SUMMARY = TextPart(
-    "reasoning", "summary", {"type": "summary_text", "text": ""},
-    "response.reasoning_summary_part", "response.reasoning_summary_text",
-)  # fmt: skip
+TEXT = "output_text"
+PARTS = {
+    TEXT: ("content", "response.content_part", "response.output_text"),
+    "reasoning_text": ("content", "response.content_part", "response.reasoning_text"),
+    "summary_text": (
+        "summary", "response.reasoning_summary_part", "response.reasoning_summary_text",
+    ),
+}  # fmt: skip
+"""By the type of a part of an item: its field, and the names of its events and of its text's."""
 
 
 class _Events:
@@ -309,15 +290,14 @@ class _Events:
         self._items = items
         self._output: list[Document] = response["output"]
         # Thoughts go where a client looks for their summary, if it asks for one.
-        self._thoughts = SUMMARY if response["reasoning"]["summary"] else THOUGHTS
+        self._thoughts = "summary_text" if response["reasoning"]["summary"] else "reasoning_text"
         self._names = {  # of tools within namespaces, as the client knows them
             _full_name(tool, each): {"namespace": tool["name"], "name": each["name"]}
             for tool in response["tools"] if tool["type"] == "namespace"
             for each in tool.get("tools", [])
         }  # fmt: skip
         self._number = 0
-        self._spec: TextPart | None = None  # of the part that is open
-        self._part: Document = {}
+        self._part: Document = {}  # that is open
 
     def of(self, session: ClientSession) -> Iterator[str]:
         """Yield all events of an answer; the whole response is stored before the last."""
@@ -364,7 +344,7 @@ class _Events:
     def _of_item(self, name: str, **fields: Any) -> str:
         """Return an event of the last item, and of the part that is open in it."""
         place = {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1}
-        place |= {} if self._spec is None else {f"{self._spec.field}_index": 0}
+        place |= {f"{PARTS[self._part['type']][0]}_index": 0} if self._part else {}
         return self._event(name, **place, **fields)
 
     def _item_event(self, name: str) -> str:
@@ -377,33 +357,35 @@ class _Events:
         self._output.append(item | named)
         return self._item_event("added")
 
-    def _add(self, spec: TextPart, text: str, logprobs: Sequence[Document] = ()) -> Iterator[str]:
-        """Add text to the open item if it is of this kind, else to a new one."""
-        if self._spec is not spec:
+    def _add(self, kind: str, text: str, logprobs: Sequence[Document] = ()) -> Iterator[str]:
+        """Add text to the open part if it is of this kind, else to a new one."""
+        field, part_event, text_event = PARTS[kind]
+        if self._part.get("type") != kind:
             yield from self._close()
-            lists: Document = {"summary": []} if spec is not TEXT else {"role": "assistant"}
-            item = {"type": spec.item, "content": []} | lists
-            yield self._open(item, "msg" if spec is TEXT else "rs")
-            self._spec = spec
-            self._part = deepcopy(spec.empty)
-            yield self._of_item(f"{spec.part_event}.added", part=self._part)
-            self._output[-1][spec.field] = [self._part]
+            item: Document = {"type": "reasoning", "content": [], "summary": []}
+            if kind == TEXT:
+                item = {"type": "message", "content": [], "role": "assistant"}
+            yield self._open(item, "msg" if kind == TEXT else "rs")
+            self._part = {"type": kind, "text": ""}
+            self._part |= {"annotations": [], "logprobs": []} if kind == TEXT else {}
+            yield self._of_item(f"{part_event}.added", part=self._part)
+            self._output[-1][field] = [self._part]
         self._part["text"] += text
-        more = {"logprobs": logprobs} if spec is TEXT else {}
+        more = {"logprobs": logprobs} if kind == TEXT else {}
         self._part.get("logprobs", []).extend(logprobs)
-        yield self._of_item(f"{spec.text_event}.delta", delta=text, **more)
+        yield self._of_item(f"{text_event}.delta", delta=text, **more)
 
     def _close(self, status: str = "completed") -> Iterator[str]:
         """End the item that is open."""
-        spec = self._spec
         part = self._part
-        if spec is None:
+        if not part:
             return
+        _, part_event, text_event = PARTS[part["type"]]
         self._output[-1]["status"] = status
-        more = {"logprobs": part["logprobs"]} if spec is TEXT else {}
-        yield self._of_item(f"{spec.text_event}.done", text=part["text"], **more)
-        yield self._of_item(f"{spec.part_event}.done", part=part)
-        self._spec = None
+        more = {"logprobs": part["logprobs"]} if part["type"] == TEXT else {}
+        yield self._of_item(f"{text_event}.done", text=part["text"], **more)
+        yield self._of_item(f"{part_event}.done", part=part)
+        self._part = {}
         yield self._item_event("done")
 
     def _add_call(self, call: Document) -> Iterator[str]:
@@ -421,7 +403,7 @@ class _Events:
 
 
 def _usage(session: ClientSession, num_reasoning: int) -> Document:
-    num_prompt = len(session.prompt)
+    num_prompt = len(session.prompt.tokens)
     num_generated = session.num_generated
     return {
         "input_tokens": num_prompt,

@@ -6,27 +6,21 @@ the tokens.
 
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jinja2 import TemplateError
 from mlx_lm.server import CompletionRequest, convert_chat
 from mlx_lm.server import process_message_content as join_content
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from .answer_stream import RequestError
+from .answer_stream import TEMPLATE_ERRORS, RequestError, as_request_errors
 from .body import PairArguments
 from .provider import PairProvider
 
 SEAM = 64  # tokens, far more than a cut can add to the beginning of a text
 LONG = 8  # characters per token of the context: so much of a longer text is tokenized first
-TEMPLATE_ERRORS = (
-    TemplateError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError,
-)  # fmt: skip
-"""Errors that chat templates raise for messages they were not written for."""
 
 
 def _too_long(found: str, limit: int) -> RequestError:
@@ -36,19 +30,6 @@ def _too_long(found: str, limit: int) -> RequestError:
         "included: shorten it.",
         code="context_length_exceeded",
     )
-
-
-@contextmanager
-def as_request_errors() -> Iterator[None]:
-    """Context manager that raises errors of a prompt as RequestError."""
-    try:
-        yield
-    except ValueError as err:
-        raise RequestError(str(err)) from err
-    except TEMPLATE_ERRORS as err:
-        raise RequestError(
-            f"the chat template cannot take these messages ({type(err).__name__}: {err})."
-        ) from err
 
 
 @dataclass(frozen=True)
@@ -88,19 +69,24 @@ def render(
     return tokenizer.encode(text) if tokenize else text
 
 
-def read_prompt(
-    request: CompletionRequest, args: PairArguments, provider: PairProvider, num_bytes: int
-) -> Tokenized:
-    """Tokenize a request whose body has ``num_bytes`` bytes.
+def num_letters(request: CompletionRequest) -> int:
+    """Count the letters of a request, about."""
+    return len(str((request.prompt, request.messages, request.tools)))
 
-    A prompt that is far too long is refused before all of it is tokenized. Raises ValueError and
-    TEMPLATE_ERRORS.
+
+@as_request_errors()
+def read_prompt(
+    request: CompletionRequest, args: PairArguments, provider: PairProvider
+) -> Tokenized:
+    """Tokenize a request.
+
+    A prompt that is far too long is refused before all of it is tokenized. Raises RequestError.
     """
     tokenizer = provider.tokenizer
     if isinstance(request.prompt, list):
         check_prompt(request.prompt, args, provider)
         return Tokenized(request.prompt, ends={len(request.prompt) - 1: "user"})
-    if provider.context is not None and num_bytes > LONG * provider.context:
+    if provider.context is not None and num_letters(request) > LONG * provider.context:
         options = provider.cli_args.chat_template_args | (args.chat_template_kwargs or {})
         text = render(request, tokenizer, options)
         check_text_length(text, tokenizer.encode, provider.context)
@@ -113,9 +99,9 @@ def read_prompt(
         thinks = tokenizer.has_thinking
         thinks = thinks and tokenizer.rfind_think_start(tokens) > tokenizer.rfind_think_end(tokens)
         state = tokenizer.response_initial_state or ("reasoning" if thinks else "normal")
-    needs_ends = provider.needs_snapshots
-    ends = message_ends(request, tokens, tokenizer, options) if needs_ends else {}
-    return Tokenized(tokens, state, ends)
+    if not provider.needs_snapshots:
+        return Tokenized(tokens, state)
+    return Tokenized(tokens, state, message_ends(request, tokens, tokenizer, options))
 
 
 def with_one_system(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -123,26 +109,22 @@ def with_one_system(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
     Later system messages, with which agents remind the model, become messages of the user.
     """
-    rules: list[str] = []
-    found: list[dict[str, Any]] = []
-    is_reminded = False
-    for message in messages:
-        is_system = message["role"] == "system"
-        if is_system and not found:
-            rules.append(message["content"])
-            continue
-        if is_system:
+    num_first = [*(message["role"] == "system" for message in messages), False].index(False)
+    text = "\n\n".join(filter(None, (rules["content"] for rules in messages[:num_first])))
+    found = [{"role": "system", "content": text}] if text else []
+    was_reminder = False
+    for message in messages[num_first:]:
+        is_reminder = message["role"] == "system"
+        if is_reminder:
             text = f"<system-reminder>\n{message['content']}\n</system-reminder>"
             message = {"role": "user", "content": text}
-        joins = (is_system or is_reminded) and message["role"] == "user"
-        if joins and found[-1]["role"] == "user":
+        if (is_reminder or was_reminder) and found[-1]["role"] == message["role"] == "user":
             text = f"{found[-1]['content']}\n\n{message['content']}"
             found[-1] = {"role": "user", "content": text}
         else:
             found.append(message)
-        is_reminded = is_system
-    text = "\n\n".join(filter(None, rules))
-    return [{"role": "system", "content": text}, *found] if text else found
+        was_reminder = is_reminder
+    return found
 
 
 def check_text_length(text: str, encode: Callable[[str], list[int]], limit: int) -> None:
@@ -171,10 +153,11 @@ def check_prompt(prompt: list[int], args: PairArguments, provider: PairProvider)
         raise ValueError(f"logit_bias names token {outside[0]}, but this model has {vocab_size}.")
 
 
+@as_request_errors()
 def encoded(request: CompletionRequest, args: PairArguments, provider: PairProvider) -> list[int]:
     """Tokenize a prompt, with the options of the template that ``args`` gets.
 
-    Raises ValueError, TEMPLATE_ERRORS.
+    Raises RequestError.
     """
     args.chat_template_kwargs = template_options(request, args, provider)
     tokens: list[int] = render(request, provider.tokenizer, args.chat_template_kwargs, True)
@@ -188,7 +171,7 @@ def without_oldest(
 
     A turn begins with a message of the user; the first system message and the last turn stay. At
     most half of the context is kept for the answer; all turns stay if the model does not say how
-    long its context is. Raises ValueError and TEMPLATE_ERRORS.
+    long its context is. Raises RequestError.
     """
     messages = request.messages
     limit = provider.context

@@ -25,8 +25,8 @@ ROUTES = {
     "/v1/messages/count_tokens": of_anthropic(
         anthropic.check_count, anthropic.count_tokens, False
     ),
-    "/api/chat": of_ollama(ollama.check_chat, ollama.answer),
-    "/api/generate": of_ollama(ollama.check_generate, ollama.answer),
+    "/api/chat": of_ollama(ollama.check_chat, partial(ollama.answer, is_chat=True)),
+    "/api/generate": of_ollama(ollama.check_generate, partial(ollama.answer, is_chat=False)),
     "/api/show": of_ollama(dict, ollama.show, False),
     "/tokenize": Route("tokens", dict, openai.tokenize, generates=False),
     "/detokenize": Route("tokens", dict, openai.detokenize, generates=False),

@@ -35,9 +35,12 @@ class StoredResponses:
         self._kept: dict[str, tuple[float, bytes, frozenset[str]]] = {}
         self._lock = Lock()
 
-    @property
-    def _terms(self) -> str:
-        return f"kept for {self._seconds / 60:.0f} minutes, until the server stops"
+    def _missing(self, what: str, status: int = 404) -> RequestError:
+        return RequestError(
+            f"there is no {what}: responses and their items are kept for "
+            f"{self._seconds / 60:.0f} minutes, until the server stops, unless store is false.",
+            status,
+        )
 
     def keep(self, response: Document, items: Sequence[Document]) -> None:
         """Keep a response with all items of the conversation that it answers."""
@@ -67,11 +70,7 @@ class StoredResponses:
             self._drop()
             holders = [content for _, content, names in self._kept.values() if name in names]
         if not holders:
-            raise RequestError(
-                f"there is no item {shortened(name)}: those of responses are {self._terms}, "
-                "unless store is false.",
-                404,
-            )
+            raise self._missing(f"item {shortened(name)}")
         response, items = json.loads(holders[-1])
         found: Document = next(e for e in (*response["output"], *items) if e["id"] == name)
         return found
@@ -82,11 +81,7 @@ class StoredResponses:
             self._drop()
             _, content, _ = self._kept.get(name, (0.0, b"", ()))
         if not content:
-            raise RequestError(
-                f"there is no response {shortened(name)}: each is {self._terms}, unless store is "
-                "false.",
-                status,
-            )
+            raise self._missing(f"response {shortened(name)}", status)
         response, items = json.loads(content)
         return response, items
 

@@ -66,6 +66,7 @@ UNHELD = frozenset({"not", "if", "dependentRequired", "dependentSchemas", "minPr
 OF_CHOICES = frozenset({"anyOf", "oneOf", "allOf"})
 MOST_BRANCHES = 1000  # of all choices in the arrays and objects of a request's tools
 DEFINITIONS = ("$defs", "definitions")
+FREELY = "give tool_choice 'auto', and neither strict nor parallel_tool_calls false."
 
 
 def write_calls(
@@ -81,8 +82,7 @@ def write_calls(
     if kind not in FORMATS:
         raise ValueError(
             "the calls of this model's tools have no format that an answer can be held to (those "
-            f"that mlx-lm reads as {', '.join(sorted(FORMATS))} can be): give tool_choice 'auto', "
-            "and neither strict nor parallel_tool_calls false."
+            f"that mlx-lm reads as {', '.join(sorted(FORMATS))} can be): {FREELY}"
         )
     if has_text and (tokenizer.structural_markers or tokenizer.response_transitions):
         raise ValueError(
@@ -104,10 +104,7 @@ def write_calls(
                     "the parameters of a tool are no JSON schema: some keyword has a value of the "
                     "wrong kind."
                 ) from err
-    raise ValueError(
-        f"this model's format of calls ({kind}) cannot hold to {reason}: give tool_choice 'auto', "
-        "and neither strict nor parallel_tool_calls false."
-    )
+    raise ValueError(f"this model's format of calls ({kind}) cannot hold to {reason}: {FREELY}")
 
 
 class _Writer:
@@ -245,26 +242,23 @@ class _Writer:
             return self._known[key]
         name = self._known[key] = f"value_{len(self._rules)}_{len(self._known)}"
         types = self._types(schema)
-        in_json = {each for each in types if _reads_json(each, read)}
+        left = set(types)  # to be written as JSON
         parts = []
-        if "string" in types:
-            quoted = [each for each in self.row.strings if each != "TEXT"]
-            if quoted or "string" not in in_json:
-                parts += self._strings(schema, tail, read)
-                in_json -= {"string"}
-                types -= {"string"}
+        is_quoted = any(each != "TEXT" for each in self.row.strings)
+        if "string" in types and (is_quoted or not _reads_json("string", read)):
+            parts += self._strings(schema, tail, read)
+            left -= {"string"}
         if self.row.nests:
             for each in types & {"array", "object"}:
                 parts += self._nested(each, schema, tail, read)
-            types = types - {"array", "object"}
-            in_json = in_json - {"array", "object"}
-        if self._types(schema) == ALL:  # a schema that names none: what can be written
-            types &= in_json
-        if types - in_json:
-            raise UnwritableCall(f"a value of the type {min(types - in_json)}")
-        if types:
-            is_all = types == self._types(schema)
-            narrowed = schema if is_all else {"allOf": [schema, {"type": sorted(types)}]}
+            left -= {"array", "object"}
+        unread = {each for each in left if not _reads_json(each, read)}
+        if types == ALL:  # a schema that names none: what can be written
+            left -= unread
+        elif unread:
+            raise UnwritableCall(f"a value of the type {min(unread)}")
+        if left:
+            narrowed = schema if left == types else {"allOf": [schema, {"type": sorted(left)}]}
             parts.append(f"{self._json(narrowed)} {self._literal(tail)}")
         if not parts:
             raise UnwritableCall("a schema that nothing satisfies")

@@ -182,7 +182,7 @@ def test_a_second_request_joins_the_first(server, reference):
     begun = [next(stream) for _ in range(5)]
     other = server.complete(**second, include_draft=True)
     assert other.choices[0] == expected[1]
-    assert len(server.generator._open) == 1, "the second client waited for the first"
+    assert len(server.generator.open_answers) == 1, "the second client waited for the first"
     *chunks, last = [*begun, *stream]
     ending = [token for chunk in chunks[-30:] for token in chunk.draft["tokens"]]
     assert not any(token.get("batched") for token in ending), "it is alone again"
@@ -277,7 +277,7 @@ def begin(asked, **body) -> socket.socket:
 def wait_until_idle(asked, seconds: float) -> None:
     """Until nothing is generated for anybody."""
     until = time.monotonic() + seconds
-    while asked.generator._open:
+    while asked.generator.open_answers:
         assert time.monotonic() < until, "the server still generates for a client that left"
         time.sleep(0.02)
 

@@ -21,6 +21,7 @@ from serving import ENDLESS, ours, parse
 from mlx_eagle.decoding.stats import Stats
 from mlx_eagle.drafters.earlier_answers import EarlierAnswers
 from mlx_eagle.server import __main__ as command
+from mlx_eagle.server import listener
 from mlx_eagle.server.access import admits, is_loopback, read_key
 from mlx_eagle.server.handler import PairHandler
 from mlx_eagle.server.listener import PairServer
@@ -138,6 +139,8 @@ def test_sizes_that_are_none(flag, size, capsys):
     [
         ("--chat-template-args", "{", "{ is no JSON object: give one"),
         ("--chat-template-args", "[1]", "[1] is no JSON object: give one"),
+        ("--chat-template-args", "3", "3 is no JSON object: give one"),
+        ("--chat-template-args", "null", "null is no JSON object: give one"),
         ("--kv-bits", "7", "there is no 7: give 2, 3, 4, 5, 6 or 8"),
         ("--kv-group-size", "5", "there is no 5: give 32, 64 or 128"),
     ],
@@ -217,7 +220,7 @@ def begin_head(asked) -> socket.socket:
     return connection
 
 
-def test_one_connection_too_many_is_told_so(flags):
+def test_one_connection_too_many_is_told_so(flags, monkeypatch):
     """While all the others ask for something; the health is answered even then."""
     raw = json.dumps(TEXT).encode()
     with ours(*flags, "--max-connections", "3") as asked:
@@ -228,11 +231,19 @@ def test_one_connection_too_many_is_told_so(flags):
         assert status == 503 and head["Retry-After"] and b"too many connections" in content
         status, _, content = ask(asked, "GET", "/health")
         assert (status, content) == (200, b'{"status": "ok"}')
+        status, _, content = ask(asked, "POST", "/v1/messages", raw)
+        assert status == 503 and b"overloaded_error" in content
+        with socket.create_connection(asked.address, timeout=20) as silent:
+            assert silent.recv(10) == b""  # soon, so that it keeps no room
+        assert wait_for(lambda: not server.extra)
+        monkeypatch.setattr(listener, "EXTRA", 0)
+        with pytest.raises(ConnectionError):
+            ask(asked, "GET", "/health")
         for connection in busy:
             connection.close()
         assert wait_for(lambda: not server._connections)
         assert ask(asked, "POST", "/v1/completions", raw)[0] == 200
-        assert read_metrics(asked)["mlx_eagle_refused_connections_total"] == 2
+        assert read_metrics(asked)["mlx_eagle_refused_connections_total"] == 5
 
 
 @pytest.mark.exhaustive

@@ -46,7 +46,7 @@ def serves_on(server, expected):
     """Afterwards the server is soon idle, and answers as it should."""
     yield
     until = time.monotonic() + 3
-    while server.generator._open:
+    while server.generator.open_answers:
         assert time.monotonic() < until, "the server still generates for a client that left"
         time.sleep(0.01)
     assert server.complete(**STORY).choices == expected
@@ -133,7 +133,7 @@ def test_clients_killed_in_the_midst_of_a_stream(server, serves_on, num_clients)
     clients = [subprocess.Popen(line, stdout=subprocess.PIPE) for _ in range(num_clients)]
     try:
         assert all(client.stdout.readline() for client in clients)
-        assert len(server.generator._open) == num_clients
+        assert len(server.generator.open_answers) == num_clients
     finally:
         for client in clients:
             client.kill()  # kill -9
@@ -170,7 +170,7 @@ def test_requests_that_are_cancelled(server, serves_on):
                 asyncio.create_task(create(messages=STORY["messages"], seed=i, **options, **bias))
                 for i in range(3)
             ]
-            while len(server.generator._open) < 3:
+            while len(server.generator.open_answers) < 3:
                 await asyncio.sleep(0.01)
             for task in reversed(tasks):
                 task.cancel()

@@ -98,7 +98,7 @@ def test_tools_and_arguments_of_the_template_are_read_again(pair, tmp_path):
     assert read_examples(read_data(str(tmp_path)), tokenizer, 10**6, 2048).train[0].tokens
 
 
-def test_what_is_not_finished_is_not_kept(pair, tmp_path):
+def test_what_is_not_finished_is_not_kept(pair, tmp_path, caplog):
     file = tmp_path / "train.jsonl"
     with serving(pair, file) as asked:
         body = {"messages": [{"role": "user", "content": "Go on"}], "stream": True}
@@ -110,10 +110,13 @@ def test_what_is_not_finished_is_not_kept(pair, tmp_path):
             assert client.recv(1000)
         asked.chat("Then", **SOON)
         asked.chat("Cut off", max_tokens=3, logit_bias=ENDLESS)
+        begun = [{"role": "user", "content": "Go on"}, {"role": "assistant", "content": "It"}]
+        asked.complete(messages=begun, continue_final_message=True, **SOON)
         with pytest.raises(Exception, match="400"):
             asked.chat("Wrong", temperature=-1)
         settle(asked)
     assert [row["messages"][0]["content"] for row in rows_in(file)] == ["Then"]
+    assert "should not have" not in caplog.text
 
 
 def test_a_full_disk_costs_no_answer_and_one_warning(pair, tmp_path, caplog):

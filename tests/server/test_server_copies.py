@@ -98,7 +98,7 @@ def num_cached(answer) -> int:
 
 def wait_until_idle(server) -> None:
     until = time.monotonic() + 30
-    while server.generator._open:
+    while server.generator.open_answers:
         assert time.monotonic() < until, "the server still generates for somebody"
         time.sleep(0.01)
 

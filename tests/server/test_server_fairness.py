@@ -210,7 +210,7 @@ def test_an_answer_that_others_wait_for_ends_in_time(flags):
         got = []
         first = threading.Thread(target=lambda: got.append(asked.complete(**endless)))
         first.start()
-        while not asked.generator._open:
+        while not asked.generator.open_answers:
             time.sleep(0.01)
         assert asked.complete(**TEXT, seed=2).choices[0].finish_reason == "length"  # greedy
         assert asked.complete(**TEXT | {"temperature": 1.0}, seed=2).usage.completion_tokens == 30
@@ -256,6 +256,6 @@ def test_a_request_with_a_seed_shares_rounds(server, fields):
     with server.complete(**long) as stream:
         next(stream)
         got = server.complete(**request, include_draft=True)
-        assert len(server.generator._open) == 1, "the second waited for the first"
+        assert len(server.generator.open_answers) == 1, "the second waited for the first"
     assert got.choices == expected
     assert got.draft["counts"]["batched_tokens"] > 20

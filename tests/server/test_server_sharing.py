@@ -89,7 +89,7 @@ def ask_all(
             for visitor in visitors:
                 visitor.join(timeout=60)
         until = time.monotonic() + 10
-        while server.generator._open:
+        while server.generator.open_answers:
             assert time.monotonic() < until, "the server still generates for somebody"
             time.sleep(0.01)
     # mlx-lm takes the space away that a text begins with.
@@ -165,7 +165,7 @@ def test_long_prompts_are_read_in_turn(server, monkeypatch):
 
     long = threading.Thread(target=ask, args=("long", 60))
     long.start()
-    while not server.generator._open:
+    while not server.generator.open_answers:
         time.sleep(0.01)
     ask("short", 4)
     long.join(timeout=60)
@@ -191,7 +191,7 @@ def test_rounds_are_shared_by_those_who_draft_alike(server):
             got = list(
                 pool.map(lambda w: server.complete(**request, **w, include_draft=True), wishes)
             )
-        assert len(server.generator._open) == 1
+        assert len(server.generator.open_answers) == 1
     assert len({answer.choices[0].text for answer in got}) == 1
     lengths = [max(answer.draft["counts"]["draft_lengths"], default=0) for answer in got]
     assert lengths == [3, 1, 2, 0, 3, 3]

@@ -339,7 +339,7 @@ def run_clients(asked: Asked, expected: list, seconds: float, seen: Seen, seed: 
 
 def settle(asked: Asked) -> None:
     until = time.monotonic() + SETTLE
-    while asked.server.answering or asked.generator._open or asked.server._connections:
+    while asked.server.answering or asked.generator.open_answers or asked.server._connections:
         assert time.monotonic() < until, "the server still generates for nobody"
         time.sleep(0.05)
 
