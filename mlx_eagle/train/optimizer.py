@@ -107,8 +107,7 @@ class TrainStep:
         if rate is None or self.kept:
             for name in self.weights:
                 gradient = gradients.pop(name).astype(mx.float32)
-                kept = self.kept.pop(name, None)
-                self.kept[name] = gradient if kept is None else kept + gradient
+                self.kept[name] = self.kept.pop(name, 0.0) + gradient
                 mx.eval(self.kept[name])
             gradients = self.kept
         if rate is None:
