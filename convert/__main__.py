@@ -3,7 +3,6 @@
 import argparse
 from collections.abc import Sequence
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 from mlx_eagle.drafters.output_rows import read_draft_vocab
@@ -76,8 +75,11 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def check_arguments(args: argparse.Namespace) -> None:
-    """Raise ValueError, before anything is read, for values that make no sense."""
+def check_arguments(args: argparse.Namespace) -> Trim | None:
+    """Return the draft vocabulary to keep, None for all of it.
+
+    Raises ValueError, before anything is read, for values that make no sense.
+    """
     if args.hf_path is None:
         raise ValueError("nothing to convert; name a checkpoint with --hf-path")
     check_ranges(args, RANGES)
@@ -86,12 +88,7 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise ValueError(
             "--draft-vocab-text says which tokens to keep; say how many with --draft-vocab"
         )
-    path = Path(args.mlx_path)
-    if path.is_symlink() and not path.exists():
-        raise ValueError(
-            f"--mlx-path {path} is a link to {path.readlink()}, which does not exist: remove the "
-            "link, or name another folder."
-        )
+    return None if wanted is None else Trim.of(wanted, args.draft_vocab_text)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -102,17 +99,15 @@ def run(args: argparse.Namespace) -> None:
     if args.stitch is not None:
         print(f"The model with these layers is in {stitch(*args.stitch)}.")
         return
-    check_arguments(args)
+    draft_vocab = check_arguments(args)
     if args.check and args.target is not None:
         prepare_device()
     options: dict[str, Any] = vars(args)
     overrides = Overrides(**{f.name: options.pop(f.name) for f in fields(Overrides)})
-    del options["to_pytorch"], options["stitch"]
-    read = read_draft_vocab(options.pop("draft_vocab"))
-    text = options.pop("draft_vocab_text")
-    wanted = None if read is None else Trim.of(read, text)
+    options |= {"overrides": overrides, "draft_vocab": draft_vocab}
+    del options["to_pytorch"], options["stitch"], options["draft_vocab_text"]
     with Bar("Converting", "tensor") as progress:
-        convert(**options, overrides=overrides, draft_vocab=wanted, progress=progress)
+        convert(**options, progress=progress)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -95,10 +95,6 @@ class TargetText:
         features = mx.concatenate([self.features[tap] for tap in taps], axis=-1)
         return features[mx.maximum(mx.arange(len(features)) - lag, 0)]
 
-    def probs_of(self, ids: mx.array) -> mx.array:
-        """The part of ``probs`` for some of its ids (Vd,)."""
-        return self.probs[:, mx.array(indices_in(np.array(ids), self.ids))]
-
 
 def encode(tokenizer: TokenizerWrapper, messages: Sequence[Mapping[str, str]]) -> list[int]:
     """The tokens of a conversation, through the target's chat template if it has one."""
@@ -233,14 +229,12 @@ class Report:
 
     ``baseline`` feeds features of the wrong positions. ``variants`` are the resolved reading with
     quantized weights, and with the whole draft vocabulary of a head of which a part is kept. All
-    others have the source's weights. A drafter that was measured by decoding has none of these,
-    and no positions.
+    others have the source's weights. A drafter that was measured by decoding has none of these.
     """
 
     resolved: Row
     alternatives: tuple[Row, ...]
     num_prompts: int
-    num_positions: int | None = None
     baseline: Row | None = None
     variants: Mapping[str, Row] = field(default_factory=dict)
 
@@ -276,7 +270,7 @@ class Report:
         columns = " tau "
         if self.baseline is not None:
             rows.append(self.baseline)
-            where = f"{self.num_prompts} texts, at {self.num_positions} positions"
+            where = f"{self.num_prompts} texts, at {len(self.resolved.overlaps)} positions"
             columns += " overlap  behind by     "
         width = max(len(row.name) for row in rows)
         depths = range(1, max(len(row.agreement) for row in rows) + 1)
@@ -299,7 +293,7 @@ class Report:
         found |= {name: row.entry() for name, row in self.variants.items()}
         found["alternatives"] = {row.name: row.entry() for row in self.alternatives}
         if self.baseline is not None:
-            found["num_positions"] = self.num_positions
+            found["num_positions"] = len(self.resolved.overlaps)
             found["baseline"] = {self.baseline.name: self.baseline.entry()}
         return found | {"winner": self.winner.name}
 
@@ -397,7 +391,7 @@ def compare(part: AttachedHead, text: TargetText, lag: int = 0) -> tuple[mx.arra
     """
     first = text.num_prompt - 1
     num = text.num_slots
-    probs = text.probs_of(part.ids)
+    probs = text.probs[:, mx.array(indices_in(np.array(part.ids), text.ids))]
     hits = []
     overlaps = []
     steps = unroll(part, text.tokens, text.fused(part.taps, lag), first, num)
@@ -419,17 +413,13 @@ def measure(part: AttachedHead, reading: Reading, texts: Sequence[TargetText]) -
     return Row(reading, agreement, tau, np.array(overlaps.mean(axis=0)))
 
 
-Saved = tuple[Mapping[str, Any], Mapping[str, mx.array]]
-"""Config and weights of a head that is about to be saved."""
-
-
 def check_head(
     config: Mapping[str, Any],
     weights: Mapping[str, mx.array],
     model: nn.Module,
     tokenizer: TokenizerWrapper,
     *,
-    variants: Mapping[str, Saved] | None = None,
+    variants: Mapping[str, tuple[Mapping[str, Any], Mapping[str, mx.array]]] | None = None,
     bases: set[float] = frozenset(),
     questions: Sequence[str] = QUESTIONS,
     num_tokens: int = 128,
@@ -473,8 +463,7 @@ def check_head(
             for x in readings
         ]
     measured = {name: measure(part, x, texts) for name, (x, part) in attached.items()}
-    num_positions = sum(text.num_slots for text in texts)
-    return Report(rows[0], tuple(rows[2:]), len(texts), num_positions, rows[1], measured)
+    return Report(rows[0], tuple(rows[2:]), len(texts), rows[1], measured)
 
 
 def measure_acceptance(

@@ -6,11 +6,11 @@ keys (as vLLM reads it); the meaning of a tensor is decided elsewhere.
 
 import hashlib
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import mlx.core as mx
 
@@ -26,7 +26,7 @@ from mlx_eagle.system.safetensors import check_name, read_header
 
 from .dequantize import FLOATS, MLXPacked, unpacked
 from .gguf import read_gguf
-from .published_config import CONFIG, TARGET
+from .published_config import CONFIG, TARGET, renamed
 from .stored import Stored, map_file
 from .torch_file import read_bin
 
@@ -95,11 +95,6 @@ class DraftCheckpoint:
         return {"path": place.name if place.exists() else self.source, "files": sums}
 
 
-def renamed(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """The values of some keys, under new names, without nulls."""
-    return {new: values[old] for old, new in names.items() if values.get(old) is not None}
-
-
 def mistral_config(params: Mapping[str, Any]) -> dict[str, Any]:
     """The config that a ``params.json`` amounts to."""
     config = renamed(params, MISTRAL_KEYS)
@@ -139,38 +134,29 @@ def read_safetensors(path: Path) -> dict[str, Stored]:
     }
 
 
-class Format(NamedTuple):
-    """A way to store tensors: patterns of file names, the index, and what reads one file."""
-
-    patterns: tuple[str, ...]
-    index: str
-    read: Callable[[Path], dict[str, Stored]]
-
-
-SAFETENSORS = ("model.safetensors", "consolidated.safetensors", "*.safetensors")
-BIN = ("pytorch_model.bin", "pytorch_model*.bin")
-FORMATS = (  # in order of preference if a folder has both
-    Format(SAFETENSORS, "model.safetensors.index.json", read_safetensors),
-    Format(BIN, "pytorch_model.bin.index.json", read_bin),
+FORMATS = (
+    (("model.safetensors", "consolidated.safetensors", "*.safetensors"), read_safetensors),
+    (("pytorch_model.bin", "pytorch_model*.bin"), read_bin),
 )
+"""Patterns of file names, and what reads one file, in order of preference if a folder has both."""
 
 
-def find_shards(folder: Path, form: Format) -> list[Path]:
-    """The shards of that format in the folder; [] if there are none.
+def find_shards(folder: Path, patterns: Sequence[str]) -> list[Path]:
+    """The shards of a format in a folder; [] if there are none.
 
+    They are those that the index names, or the files of the first of ``patterns`` that has any.
     Raises ValueError if the index names a shard that is missing.
     """
-    if (folder / form.index).exists():
-        shards = [
-            folder / name for name in sorted({*read_weight_map(folder / form.index).values()})
-        ]
+    index = folder / f"{patterns[0]}.index.json"
+    if index.exists():
+        shards = [folder / name for name in sorted({*read_weight_map(index).values()})]
         lost = [shard.name for shard in shards if not shard.is_file()]
         if lost:
             raise ValueError(
-                f"{folder} lacks {lost[0]}, which {form.index} names; download it again"
+                f"{folder} lacks {lost[0]}, which {index.name} names; download it again"
             )
         return shards
-    found = ([p for p in folder.glob(pattern) if p.is_file()] for pattern in form.patterns)
+    found = ([p for p in folder.glob(pattern) if p.is_file()] for pattern in patterns)
     return sorted(next(filter(None, found), []))
 
 
@@ -213,17 +199,14 @@ def open_checkpoint(source: str, revision: str | None = None) -> DraftCheckpoint
         refuse_eagle_4(name, source)
     if folder.is_file() and folder.suffix != ".gguf":
         raise ValueError(f"{source} is a file; give the folder it is in, or a .gguf file")
-    for form in () if folder.is_file() else FORMATS:
+    for patterns, read in () if folder.is_file() else FORMATS:
         # From the hub this downloads the weights, or nothing if they have another format.
-        locate(source, (*CONFIG_FILES, *form.patterns), revision)
-        shards = find_shards(folder, form)
+        locate(source, (*CONFIG_FILES, *patterns), revision)
+        shards = find_shards(folder, patterns)
         if shards:
-            tensors: dict[str, Tensor] = {}
-            for shard in shards:
-                tensors |= form.read(shard)
-            return _checked(
-                DraftCheckpoint(source, read_config(folder), tensors, tuple(shards)), path
-            )
+            tensors: dict[str, Tensor] = {n: t for s in shards for n, t in read(s).items()}
+            config = read_config(folder)
+            return _checked(DraftCheckpoint(source, config, tensors, tuple(shards)), path)
     # The local cache may hold one of a repository's GGUF files, so that one must be named.
     is_local = folder == Path(source).expanduser()
     ggufs = [folder] if folder.is_file() else sorted(folder.glob("*.gguf")) if is_local else []
@@ -260,12 +243,11 @@ class TargetFolder(TargetSizes):
         text = config.get("text_config") or config
         sizes = {}
         for size, keys in SIZE_KEYS.items():
-            found = [text[key] for key in keys if text.get(key) is not None]
-            if not found:
+            sizes[size] = next((text[key] for key in keys if text.get(key) is not None), None)
+            if sizes[size] is None:
                 raise ValueError(
                     f"the config.json of {name} has none of {', '.join(keys)}; is it a model?"
                 )
-            sizes[size] = found[0]
         return cls(**sizes, name=name, folder=folder, config=config)
 
     @cached_property
@@ -276,20 +258,18 @@ class TargetFolder(TargetSizes):
         )
         return unpacked(stored, self.config)
 
-    def table(self, module: str) -> mx.array | None:
-        """The matrix (V, h) of ``embed_tokens`` or ``lm_head``, dequantized; None if missing."""
-        names = (name for name in self._tables if f".{name}".endswith(f".{module}.weight"))
-        name = next(names, None)
-        if name is None:
-            return None
-        table = self._tables[name]
-        is_packed = isinstance(table, MLXPacked)  # then the copy in a head was computed by MLX
-        return table.read_in(FLOATS[table.format]) if is_packed else table.read()
-
-    def output_table(self) -> mx.array | None:
-        """The lm_head (V, h), in tied models the embedding."""
-        head = self.table("lm_head")
-        return self.table("embed_tokens") if head is None else head
+    def table(self, *modules: str) -> mx.array | None:
+        """The matrix (V, h) of the first of these modules that is there, dequantized, or None."""
+        found = (
+            tensor
+            for module in modules
+            for name, tensor in self._tables.items()
+            if f".{name}".endswith(f".{module}.weight")
+        )
+        table = next(found, None)
+        if isinstance(table, MLXPacked):  # then the copy in a head was computed by MLX
+            return table.read(FLOATS[table.format])
+        return None if table is None else table.read()
 
     def copy_tokenizer(self, folder: Path) -> list[str]:
         """Copy the tokenizer's files to ``folder``, and return their names."""
@@ -311,13 +291,12 @@ def open_target(name: str) -> TargetFolder:
 
 def same_values(ours: mx.array, theirs: mx.array | None) -> bool:
     """True if both hold the same values in any dtypes; further rows of ``theirs`` are padding."""
-    if theirs is None or theirs.ndim != 2 or theirs.shape[1] != ours.shape[1]:
-        return False
-    if theirs.shape[0] < ours.shape[0]:
+    num_rows = len(ours)
+    if theirs is None or theirs[:num_rows].shape != ours.shape:
         return False
     # In parts, since both may take gigabytes, and they mostly differ in the first row.
-    for start in range(0, ours.shape[0], PART):
-        parts = (table[start : start + PART].astype(mx.float32) for table in (ours, theirs))
-        if not mx.array_equal(*(part[: ours.shape[0] - start] for part in parts)).item():
+    for start in range(0, num_rows, PART):
+        rows = slice(start, min(start + PART, num_rows))
+        if not mx.array_equal(*(table[rows].astype(mx.float32) for table in (ours, theirs))):
             return False
     return True

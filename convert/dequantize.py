@@ -9,7 +9,7 @@ of microscaling formats 1.0 (E2M1 and E8M0).
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_eagle.drafters.kind import Tensor
-from mlx_eagle.system.fields import check, shown
+from mlx_eagle.system.fields import check, list_of, shown, whole
 
 from .published_config import PACKING
 from .stored import Stored
@@ -43,6 +43,8 @@ class PackedFormat:
 
 FLOATS = {"F64": mx.float32, "F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
 """The dtypes of stored floats."""
+WHOLE = ("I64", "I32")
+"""The types of groups and sizes."""
 POWERS = ("U8", "F8_E8M0")
 PACKED_FORMATS = (
     PackedFormat("integers", "weight_packed", ("I32",), tuple(FLOATS), ("weight_shape",), None),
@@ -57,21 +59,12 @@ ASKED = {
     "weight_g_idx": ("actorder", (True, "group", "dynamic")),
 }
 """Parts that a config asks for: a key of its entry for weights, and the values that do."""
-PARTS = (
-    "weight_packed",
-    *SCALES,
-    "weight_scale_2",
-    "weight_global_scale",
-    "weight_zero_point",
-    "weight_shape",
-    "weight_g_idx",
-)
 ONE_NUMBER = ("weight_scale_2", "weight_global_scale")
+PARTS = ("weight_packed", "weight_shape", *SCALES, *ONE_NUMBER, *ASKED)
 # Parts for activations and caches, which are not quantized here.
 UNUSED = re.compile(r"\.(((input|output|[kqv])_(scale|zero_point|global_scale))|qscale_act)$")
+SIDES = list_of(whole(1), "sizes")  # rows and columns of a block, as configs write them
 BLOCK = (128, 128)  # rows and columns, for fine-grained FP8 whose config does not say it
-
-
 BITS = np.arange(256, dtype=np.uint16)
 # As float16, whose exponents have one bit more and count from 8 further down.
 E4M3 = ((BITS & 128) << 8 | (BITS & 127) << 7).view(np.float16) * np.float32(256)
@@ -87,26 +80,18 @@ NIBBLES = np.concatenate([E2M1, -E2M1])
 
 
 @dataclass(frozen=True)
-class Hints:
-    """Details that only the config tells: a block's sizes, and parts it asks for."""
-
-    block: tuple[int, int] | None
-    asked: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class Unpacked(Tensor):
     """A matrix that is made from several tensors, ``parts`` by their last names, when it is read.
 
     ``format`` is the type that the format's own library gives it; with float32 scales values are
-    not rounded further.
+    not rounded further. Rows and columns of a ``block`` share a scale, where blocks do.
     """
 
     name: str
     parts: Mapping[str, Stored]
     shape: tuple[int, ...]
     format: str
-    hints: Hints
+    block: Sequence[int]
 
     def read(self) -> mx.array:
         """The values; ValueError if the parts do not go together."""
@@ -146,8 +131,7 @@ class Unpacked(Tensor):
 
     def _scales(self) -> np.ndarray:
         """The scales as floats, in two dimensions."""
-        stored = next(self.parts[name] for name in SCALES if name in self.parts)
-        scales = _floats(stored)
+        scales = _floats(next(self.parts[name] for name in SCALES if name in self.parts))
         if "weight_global_scale" in self.parts:
             scales = scales / _floats(self.parts["weight_global_scale"]).reshape(())
         if "weight_scale_2" in self.parts:
@@ -171,30 +155,23 @@ class Unpacked(Tensor):
         """One number for every number of the matrix."""
         rows, columns = self.shape
         if "weight_g_idx" in self.parts:  # the group of each column
-            groups = self.parts["weight_g_idx"].numpy().reshape(-1)
-            is_whole = self.parts["weight_g_idx"].format in ("I64", "I32")
-            if (
-                is_whole
-                and len(groups) == columns
-                and groups.min() >= 0
-                and groups.max() < per_group.shape[1]
-            ):
+            stored = self.parts["weight_g_idx"]
+            groups = stored.numpy().reshape(-1)
+            are_known = np.isin(groups, np.arange(per_group.shape[1])).all()
+            if stored.format in WHOLE and len(groups) == columns and are_known:
                 return per_group[:, groups]
             raise ValueError(f"{self.name} has groups that are none; the checkpoint is damaged")
-        steps = []
+        spread = per_group
         for axis, (size, count) in enumerate(zip(self.shape, per_group.shape, strict=True)):
-            is_block = self.shape[0] != per_group.shape[0]
-            step = _step(size, count, (self.hints.block or BLOCK)[axis] if is_block else None)
+            step = _step(size, count, self.block[axis] if rows != len(per_group) else None)
             if step is None:
                 raise ValueError(
                     f"{self.name} is {rows} x {columns} with scales of "
                     f"{' x '.join(map(str, per_group.shape))}, which do not go together; the "
                     "checkpoint is damaged"
                 )
-            steps.append(step)
-        down, across = steps
-        spread = np.repeat(per_group, down, axis=0)[:rows]
-        return np.repeat(spread, across, axis=1)[:, :columns]
+            spread = np.repeat(spread, step, axis)
+        return spread[:rows, :columns]
 
 
 def _step(size: int, count: int, block: int | None) -> int | None:
@@ -209,10 +186,9 @@ def _step(size: int, count: int, block: int | None) -> int | None:
 def _floats(stored: Stored) -> np.ndarray:
     """Scales or zero points in float32."""
     values = stored.numpy()
-    if stored.format == "U8":  # powers of two, in MX formats
-        return BYTES["F8_E8M0"][values]
-    if stored.format in BYTES:
-        return BYTES[stored.format][values.view(np.uint8)]
+    kind = "F8_E8M0" if stored.format == "U8" else stored.format  # powers of two, in MX formats
+    if kind in BYTES:
+        return BYTES[kind][values.view(np.uint8)]
     return np.array(stored.read().astype(mx.float32))
 
 
@@ -222,50 +198,45 @@ def _bits_of(words: int, count: int) -> int | None:
     return bits if 1 <= bits <= 8 and -(-count * bits // 32) == words else None
 
 
-def _read_hints(config: Mapping[str, Any]) -> Hints:
+def _entries(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[Mapping[str, Any]]]:
+    """The entry about quantization, and the parts of it about weights, by group of layers."""
     entry = config.get("quantization_config") or config.get("compression_config") or {}
     groups = entry.get("config_groups")
     groups = groups.values() if isinstance(groups, Mapping) else ()
-    weights = [group.get("weights") for group in groups if isinstance(group, Mapping)]
-    weights = [own for own in weights if isinstance(own, Mapping)]
-    block = None
-    for sizes in (
-        *(own.get("block_structure") for own in weights),
-        entry.get("weight_block_size"),
-    ):
-        is_pair = isinstance(sizes, list) and len(sizes) == 2
-        if is_pair and all(isinstance(size, int) and size > 0 for size in sizes):
-            block = (sizes[0], sizes[1])
-    integers = [own for own in weights if own.get("type", "int") == "int" and len(own) > 1]
-    asked = (
-        part
-        for part, (key, values) in ASKED.items()
-        if integers and all(own.get(key) in values for own in integers)
-    )
-    return Hints(block, tuple(asked))
+    weights = (group.get("weights") for group in groups if isinstance(group, Mapping))
+    return entry, [own for own in weights if isinstance(own, Mapping)]
 
 
-def _shape(name: str, parts: Mapping[str, Stored], hints: Hints) -> tuple[int, ...]:
-    """Rows and columns of the matrix; ValueError if a part is missing or unknown."""
+def _in_parts(name: str, parts: Mapping[str, Stored], config: Mapping[str, Any]) -> Unpacked:
+    """A matrix that is made from its parts; ValueError if one is missing or unknown."""
     found = ", ".join(f"{part} ({tensor.format[:20]})" for part, tensor in parts.items())
-    packed = parts.get("weight_packed") or parts.get("weight")
-    if packed is None:
+    numbers = parts.get("weight_packed") or parts.get("weight")
+    if numbers is None:
         raise ValueError(f"{name} lacks its numbers, there is only {found}; it is incomplete")
     scale = next((parts[part] for part in SCALES if part in parts), None)
+    entry, weights = _entries(config)
     for form in PACKED_FORMATS:
-        if form.numbers not in parts or packed.format not in form.types:
+        if form.numbers not in parts or numbers.format not in form.types:
             continue
         if scale is None:
             raise ValueError(
                 f"{name} is quantized ({found}) and lacks its weight_scale; the checkpoint is "
                 "incomplete"
             )
-        if scale.format in form.scale_types and len(packed.shape) == 2:
-            is_integer = packed.format in ("I32", "I8")
-            _check_parts(name, parts, form, hints.asked if is_integer else ())
-            if form.columns is not None:
-                return packed.rows, form.columns * packed.shape[1]
-            return _integer_shape(name, packed, parts["weight_shape"])
+        if scale.format in form.scale_types and len(numbers.shape) == 2:
+            _check_parts(name, parts, form, weights)
+            dtype = scale.format if scale.format in FLOATS else "BF16"
+            dtype = "F32" if "weight_scale_2" in parts else dtype
+            if form.columns is None:
+                shape = _integer_shape(name, numbers, parts["weight_shape"])
+            else:
+                shape = (numbers.rows, form.columns * numbers.shape[1])
+            written = [
+                *(own.get("block_structure") for own in weights),
+                entry.get("weight_block_size"),
+            ]
+            pairs = [sizes for sizes in written if SIDES.holds(sizes) and len(sizes) == 2]
+            return Unpacked(name, parts, shape, dtype, [BLOCK, *pairs][-1])
     raise ValueError(
         f"{name} is quantized in a way that is not read ({found}); compressed-tensors (integers, "
         "FP8, NVFP4, MXFP4), ModelOpt's FP8 and NVFP4 and GGUF are, so take such a head, or the "
@@ -274,20 +245,23 @@ def _shape(name: str, parts: Mapping[str, Stored], hints: Hints) -> tuple[int, .
 
 
 def _check_parts(
-    name: str, parts: Mapping[str, Stored], form: PackedFormat, asked: tuple[str, ...]
+    name: str, parts: Mapping[str, Stored], form: PackedFormat, weights: list[Mapping[str, Any]]
 ) -> None:
-    """Raise ValueError if a part is missing that the format needs or the config asks for."""
-    for part in form.needs:
+    """Raise ValueError if a part is missing, or is not the one number it has to be.
+
+    The format has needs of its own, and the config, in ``weights``, asks for further parts.
+    """
+    needed = dict.fromkeys(form.needs, f"its format has ({form.name})")
+    integers = [own for own in weights if own.get("type", "int") == "int" and len(own) > 1]
+    if integers and parts[form.numbers].format in ("I32", "I8"):
+        for part, (key, values) in ASKED.items():
+            if all(own.get(key) in values for own in integers):
+                needed[part] = f"the config asks for ({key})"
+    for part, why in needed.items():
         if part not in parts:
             raise ValueError(
-                f"{name} is stored as {form.name} and lacks its {part}; the checkpoint is "
-                "incomplete, download it again"
-            )
-    for part in asked:
-        if part not in parts:
-            raise ValueError(
-                f"{name} lacks its {part}, which the config asks for ({ASKED[part][0]}); the "
-                "checkpoint is incomplete, download it again"
+                f"{name} lacks its {part}, which {why}; the checkpoint is incomplete, download "
+                "it again"
             )
     for part in ONE_NUMBER:
         if part in parts and parts[part].size != 1:
@@ -299,8 +273,8 @@ def _check_parts(
 
 def _integer_shape(name: str, packed: Stored, stated: Stored) -> tuple[int, ...]:
     """The shape in weight_shape; ValueError if its integers do not fill the words."""
-    is_whole = stated.format in ("I64", "I32")
-    shape = tuple(map(int, stated.numpy().reshape(-1)[:3])) if is_whole else ()
+    sizes = stated.numpy().reshape(-1)[:3] if stated.format in WHOLE else ()
+    shape = tuple(map(int, sizes))
     words = packed.shape[1]
     fits = len(shape) == 2 and shape[0] == packed.rows and shape[1] > 0
     if fits and _bits_of(words, shape[1]) is not None:
@@ -311,24 +285,20 @@ def _integer_shape(name: str, packed: Stored, stated: Stored) -> tuple[int, ...]
     )
 
 
+@dataclass(frozen=True)
 class MLXPacked(Tensor):
     """A matrix as mlx.nn packs it, or a stack of them: words, scales and maybe biases.
 
     ``format`` is the type that mlx.nn computes it in.
     """
 
-    def __init__(
-        self, name: str, parts: Mapping[str, Stored], bits: int, group_size: int, mode: str
-    ):
-        self.name = name
-        self.parts = parts
-        self.bits = bits
-        self.group_size = group_size
-        self.mode = mode
-        words = parts["weight"].shape
-        own = parts["scales"].format
-        self.shape = (*words[:-1], words[-1] * 32 // bits)
-        self.format = own if own in FLOATS else "BF16"
+    name: str
+    parts: Mapping[str, Stored]
+    shape: tuple[int, ...]
+    format: str
+    bits: int
+    group_size: int
+    mode: str
 
     @property
     def packing(self) -> dict[str, int] | None:
@@ -342,12 +312,11 @@ class MLXPacked(Tensor):
         path = name.removesuffix(".weight")
         return {f"{path}.{part}": tensor.read() for part, tensor in self.parts.items()}
 
-    def read(self) -> mx.array:
-        """The values in float32; ValueError if the parts do not go together."""
-        return self.read_in(mx.float32)
+    def read(self, dtype: mx.Dtype = mx.float32) -> mx.array:
+        """The values as mlx.nn computes them from scales and biases of that type.
 
-    def read_in(self, dtype: mx.Dtype) -> mx.array:
-        """The values as mlx.nn computes them from scales and biases of that type."""
+        Raises ValueError if the parts do not go together.
+        """
         own = {part: tensor.read() for part, tensor in self.parts.items()}
         if self.mode == "affine":  # others have scales of one byte
             own |= {n: own[n].astype(dtype) for n in ("scales", "biases") if n in own}
@@ -381,7 +350,12 @@ def _packed_by_mlx(name: str, parts: Mapping[str, Stored], config: Mapping[str, 
         raise ValueError(
             f"{name} is packed by MLX, and config.json says not how: download the folder again"
         )
-    return MLXPacked(name, parts, own["bits"], own["group_size"], own.get("mode", "affine"))
+    bits = own["bits"]
+    *stack, words = parts["weight"].shape
+    form = parts["scales"].format
+    dtype = form if form in FLOATS else "BF16"
+    shape = (*stack, words * 32 // bits)
+    return MLXPacked(name, parts, shape, dtype, bits, own["group_size"], own.get("mode", "affine"))
 
 
 def unpacked(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -403,14 +377,8 @@ def unpacked(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[s
             groups[module][part] = tensor
         elif not UNUSED.search(name):
             found[name] = tensor
-    hints = _read_hints(config)
     for module, parts in groups.items():
         name = f"{module}.weight"
-        if "scales" in parts:
-            found[name] = _packed_by_mlx(name, parts, config)
-            continue
-        scale = next((parts[part] for part in SCALES if part in parts), None)
-        form = scale.format if scale is not None and scale.format in FLOATS else "BF16"
-        form = "F32" if "weight_scale_2" in parts else form
-        found[name] = Unpacked(name, parts, _shape(name, parts, hints), form, hints)
+        make = _packed_by_mlx if "scales" in parts else _in_parts
+        found[name] = make(name, parts, config)
     return found

@@ -272,8 +272,7 @@ def _explain(source: str, tensors: Mapping[str, Tensor]) -> None:
     if isinstance(tensor, Unpacked) and h and tensor.shape[1] % h:
         raise ValueError(
             f"{tensor.name} is said to be {' x '.join(map(str, tensor.shape))} (by its "
-            f"weight_shape), in a head of width {h}; the checkpoint is "
-            "damaged"
+            f"weight_shape), in a head of width {h}; the checkpoint is damaged"
         )
 
 
@@ -282,32 +281,31 @@ def find_family(checkpoint: DraftCheckpoint) -> tuple[Family, dict[str, Tensor]]
 
     Raises ValueError for other checkpoints.
     """
-    names = [name for name in checkpoint.tensors if not DROPPED.search(canonical(name))]
-    whole = unpacked({name: checkpoint.tensors[name] for name in names}, checkpoint.config)
-    names = list(whole)
-    tensors = {canonical(name): whole[name] for name in names}
+    kept = {n: t for n, t in checkpoint.tensors.items() if not DROPPED.search(canonical(n))}
+    whole = unpacked(kept, checkpoint.config)
+    tensors = {canonical(name): tensor for name, tensor in whole.items()}
     text = describe(tensors, checkpoint.config)
 
     def found(pattern: str) -> bool:
         return re.search(pattern, text, re.MULTILINE) is not None
 
-    if any(map(OTHER_PACKINGS.search, names)):
+    if any(map(OTHER_PACKINGS.search, whole)):
         raise ValueError(
             f"{checkpoint.source} is a head quantized as GPTQ, AWQ, bitsandbytes or MLX do, which "
             "is not converted; use one of compressed-tensors, ModelOpt or GGUF, or the bfloat16 "
             "head it was made from"
         )
-    if len(tensors) < len(names):
-        twice = next(n for n in tensors if sum(canonical(name) == n for name in names) > 1)
+    if len(tensors) < len(whole):
+        twice = next(n for n in tensors if sum(canonical(name) == n for name in whole) > 1)
         raise ValueError(f"{checkpoint.source} holds {twice} under two names; remove one")
     for family in FAMILIES:
         if all(map(found, family.has)) and not any(map(found, family.lacks)):
             _check_dimensions(tensors)
             return family, tensors
     _explain(checkpoint.source, tensors)
-    some = ", ".join(shown(name).strip('"') for name in names[:4]) or "none"
+    some = ", ".join(shown(name).strip('"') for name in list(whole)[:4]) or "none"
     raise ValueError(
         f"{checkpoint.source} is no EAGLE head that is known here: expected fc.weight and a first "
         f"layer that attends from twice the hidden size (EAGLE-3), or an fc of twice it "
-        f"(EAGLE-1); found {len(names)} tensors: {some} ..."
+        f"(EAGLE-1); found {len(whole)} tensors: {some} ..."
     )

@@ -17,8 +17,9 @@ from mlx_eagle.drafters.kind import Tensor
 from mlx_eagle.system.fields import LARGEST, is_whole, shown
 from mlx_eagle.system.safetensors import check_name, is_shape
 
-from .gguf_layouts import LAYOUTS, Damaged, Layout, layout_of
-from .stored import FORMATS, CutOff, Stored, map_file
+from .gguf_layouts import LAYOUTS, Layout, layout_of
+from .published_config import renamed
+from .stored import FORMATS, CutOff, Refused, Stored, map_file
 
 SCALING_KEYS = {
     "rope.scaling.type": "rope_type",
@@ -28,8 +29,8 @@ SCALING_KEYS = {
     "rope.scaling.yarn_beta_slow": "beta_slow",
 }
 TOKENS = "tokenizer.ggml.tokens"
-MASK = "tokenizer.ggml.mask_token_id"
-KEYS = {"general.architecture", "general.alignment", TOKENS, MASK}
+ARCHITECTURE = "general.architecture"
+KEYS = {ARCHITECTURE, "general.alignment", TOKENS, "tokenizer.ggml.mask_token_id"}
 KEYS |= {f"{a}.{key}" for a, own in LAYOUTS.items() for key in (*own.keys, *SCALING_KEYS)}
 """The metadata that is used; everything else is skipped."""
 # The codes in struct for the value types 0 to 12; strings (8) and arrays (9) have none.
@@ -42,7 +43,6 @@ MAX_ENTRIES = 1 << 16
 MAX_LISTED = 1024
 MAX_ALIGNMENT = 1 << 16
 MAX_STRING = 1 << 10  # bytes of a string that are read; as text they may take four times that
-
 
 Block = tuple[str, int, int, Callable[[np.ndarray], np.ndarray] | None]
 """Name, values per block, bytes per block, and what decodes bytes (None: plain numbers)."""
@@ -98,21 +98,17 @@ class _Reader:
 def _code(kind: int) -> str:
     """The code in struct for a type of numbers."""
     if kind == ARRAY:
-        raise Damaged("it holds arrays of arrays, which no head has")
+        raise Refused("it holds arrays of arrays, which no head has")
     if kind not in SCALARS:
-        raise Damaged(f"it holds a value of the unknown type {kind}")
+        raise Refused(f"it holds a value of the unknown type {kind}")
     return SCALARS[kind]
 
 
 def _tensor(name: str, shape: tuple[int, ...], kind: int, data: np.ndarray) -> Stored:
     """A tensor whose bytes begin at ``data[0]``."""
-    if kind in PLAIN:
-        block: Block = (PLAIN[kind], 1, np.dtype(FORMATS[PLAIN[kind]]).itemsize, None)
-    else:
-        block = _block_format(name, kind)
-    form, width, num_bytes, decode = block
+    form, width, num_bytes, decode = _block_format(name, kind)
     if not is_shape(shape) or max(shape, default=0) > LARGEST or (shape and shape[-1] % width):
-        raise Damaged(f"{name} is {form} {shown(shape)}, which cannot be")
+        raise Refused(f"{name} is {form} {shown(shape)}, which cannot be")
     size = math.prod(shape) // width * num_bytes
     if size > len(data):
         raise CutOff(f"{name} runs past the end")
@@ -120,11 +116,13 @@ def _tensor(name: str, shape: tuple[int, ...], kind: int, data: np.ndarray) -> S
 
 
 def _block_format(name: str, kind: int) -> Block:
-    """The block format of a type, as the package ``gguf`` knows it."""
+    """The block format of a type, as the package ``gguf`` knows it if it is not plain."""
+    if kind in PLAIN:
+        return PLAIN[kind], 1, np.dtype(FORMATS[PLAIN[kind]]).itemsize, None
     try:
         import gguf
     except ImportError:
-        raise Damaged(
+        raise Refused(
             f"{name} has GGUF tensor type {kind}, which takes the package gguf to read: install "
             "it with pip install 'mlx-eagle[gguf]', or convert the head to GGUF as F16"
         ) from None
@@ -133,7 +131,7 @@ def _block_format(name: str, kind: int) -> Block:
         width, num_bytes = gguf.GGML_QUANT_SIZES[form]
         gguf.quants.dequantize(np.zeros((1, num_bytes), np.uint8), form)
     except (KeyError, NotImplementedError, ValueError):
-        raise Damaged(
+        raise Refused(
             f"{name} has GGUF tensor type {kind}, which nobody here knows to read; convert the "
             "head to GGUF as F16"
         ) from None
@@ -147,34 +145,35 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         return _read(_Reader(map_file(path)))
     except CutOff as err:
         raise ValueError(f"{path.name} is cut off ({err}); download it again") from err
-    except Damaged as err:
+    except Refused as err:
         raise ValueError(f"{path.name} was not read: {err}") from err
 
 
 def _read(reader: _Reader) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if reader.take(4).tobytes() != b"GGUF":
-        raise Damaged("it is no GGUF file")
+        raise Refused("it is no GGUF file")
     version = reader.scalar("I")
     if version not in (2, 3):
-        raise Damaged(f"it is GGUF version {version}; versions 2 and 3 are read")
+        raise Refused(f"it is GGUF version {version}; versions 2 and 3 are read")
     num_tensors = reader.scalar("Q")
     num_values = reader.scalar("Q")
     if max(num_tensors, num_values) > MAX_ENTRIES:
-        raise Damaged(f"it has {max(num_tensors, num_values)} entries, more than any draft head")
+        raise Refused(f"it has {max(num_tensors, num_values)} entries, more than any draft head")
     metadata: dict[str, Any] = {}
     for _ in range(num_values):
         key = reader.string()
         value = reader.value(reader.scalar("I"))
         if key in KEYS:
             metadata[key] = value
-    architecture = metadata.get("general.architecture")
+    architecture = metadata.get(ARCHITECTURE)
     layout = layout_of(architecture)
-    said = _config(metadata, architecture, layout)
+    prefix = f"{architecture}."
+    said = _config({key.removeprefix(prefix): v for key, v in metadata.items()}, layout)
     first = layout.first_block(architecture, said)
     entries = [_entry(reader) for _ in range(num_tensors)]
     alignment = metadata.get("general.alignment", 32)
     if not is_whole(alignment) or not 0 < alignment <= MAX_ALIGNMENT:
-        raise Damaged(
+        raise Refused(
             f"its general.alignment is {shown(alignment)}, expected 1 to {MAX_ALIGNMENT}"
         )
     start = -(-reader.at // alignment) * alignment
@@ -192,27 +191,21 @@ def _entry(reader: _Reader) -> tuple[str, tuple[int, ...], int, int]:
     dims = reader.scalar("I")
     check_name(name, "the file")
     if dims > MAX_DIMS:
-        raise Damaged(f"{name} has {dims} dimensions")
+        raise Refused(f"{name} has {dims} dimensions")
     shape = tuple(reader.scalar("Q") for _ in range(dims))[::-1]
     return name, shape, reader.scalar("I"), reader.scalar("Q")
 
 
-def _config(metadata: dict[str, Any], architecture: str, layout: Layout) -> dict[str, Any]:
-    def section(keys: Mapping[str, str]) -> dict[str, Any]:
-        found = {
-            new: metadata.get(old, metadata.get(f"{architecture}.{old}"))
-            for old, new in keys.items()
-        }
-        for name, value in found.items():
-            if isinstance(value, range):
-                raise Damaged(f"its {name} is a list of {len(value)} values, which no head has")
-        return {name: value for name, value in found.items() if value is not None}
-
-    config = {"general.architecture": architecture, **section(layout.keys)}
-    tokens = metadata.get(TOKENS)
-    if "vocab_size" not in config and isinstance(tokens, range):
-        config["vocab_size"] = len(tokens)
-    scaling = section(SCALING_KEYS)
+def _config(said: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
+    """The metadata ``said``, without the architecture in their keys, in the keys of a config."""
+    config = renamed(said, {ARCHITECTURE: ARCHITECTURE, **layout.keys})
+    scaling = renamed(said, SCALING_KEYS)
+    for name, value in (config | scaling).items():
+        if isinstance(value, range):
+            raise Refused(f"its {name} is a list of {len(value)} values, which no head has")
+    tokens = said.get(TOKENS)
+    if isinstance(tokens, range):
+        config.setdefault("vocab_size", len(tokens))
     if scaling.get("rope_type", "none") != "none":
         config["rope_scaling"] = scaling
     return config

@@ -18,13 +18,9 @@ from mlx_eagle.drafters.block_config import MUSE, MUSE_TYPE
 from mlx_eagle.drafters.kind import Tensor
 from mlx_eagle.system.fields import INT_LIST, LIST, is_whole, shown
 
-from .stored import LazyTensor, Stored
+from .stored import LazyTensor, Refused, Stored
 
 Names = Mapping[str, str]
-
-
-class Damaged(ValueError):
-    """The file holds something that no drafter's file holds."""
 
 
 def _with(prefix: str, *tables: Names) -> dict[str, str]:
@@ -125,12 +121,12 @@ def block_config(config: dict[str, Any]) -> dict[str, Any]:
     """
     for key in ("block_size", "target_layer_ids", "mask_token_id"):
         if key not in config:
-            raise Damaged(f"it says no {key}: convert the head again with a newer llama.cpp")
+            raise Refused(f"it says no {key}: convert the head again with a newer llama.cpp")
     for key, kind in (("target_layer_ids", INT_LIST), ("layer_types", LIST)):
         if key in config and not kind.holds(config[key]):
-            raise Damaged(f"its {key} is {shown(config[key])}, expected {kind.words}")
+            raise Refused(f"its {key} is {shown(config[key])}, expected {kind.words}")
     if config.get("attention_value_scale", 1) != 1:
-        raise Damaged("it scales values (attention.value_scale), and no head here does")
+        raise Refused("it scales values (attention.value_scale), and no head here does")
     made = config | {"target_layer_ids": [i - 1 for i in config["target_layer_ids"]]}
     if "layer_types" in config:
         kinds = ("full_attention", "sliding_attention")
@@ -166,18 +162,18 @@ class Layout:
     plus_one: bool = False
 
     def first_block(self, architecture: str, config: Mapping[str, Any]) -> int:
-        """The number of the first block that is read; Damaged where a model has no MTP layer."""
+        """The number of the first block that is read; Refused where a model has no MTP layer."""
         if not self.is_model:
             return 0
         total = config.get("block_count")
         own = config.get("nextn_predict_layers")
         if not is_whole(total) or not is_whole(own) or not 0 < own <= total:
-            raise Damaged(
+            raise Refused(
                 f"it holds a model of the architecture {architecture} without MTP layers "
                 f"({architecture}.nextn_predict_layers): take a file that has them"
             )
         if own > 1:
-            raise Damaged(f"it holds {own} MTP layers, and files of one are read")
+            raise Refused(f"it holds {own} MTP layers, and files of one are read")
         return total - own
 
     def new_name(self, name: str, first_block: int) -> str | None:
@@ -214,7 +210,7 @@ class Layout:
 def _joined(keys: Tensor, values: Tensor) -> LazyTensor:
     """kv_b_proj of latent attention, (H (d + e), r), from its halves (H, r, d) and (H, e, r)."""
     if len(keys.shape) != 3 or len(values.shape) != 3 or keys.shape[:2] != values.shape[::2]:
-        raise Damaged(f"attn_k_b is {shown(keys.shape)} and attn_v_b {shown(values.shape)}")
+        raise Refused(f"attn_k_b is {shown(keys.shape)} and attn_v_b {shown(values.shape)}")
     heads, rank, width = keys.shape
 
     def both(own: mx.array) -> mx.array:
@@ -265,11 +261,11 @@ LAYOUTS = {
 
 
 def layout_of(architecture: Any) -> Layout:
-    """The layout of an architecture; Damaged, which names all that are read, for another."""
+    """The layout of an architecture; Refused, which names all that are read, for another."""
     if isinstance(architecture, str) and architecture in LAYOUTS:
         return LAYOUTS[architecture]
     models = ", ".join(name for name, layout in LAYOUTS.items() if layout.is_model)
-    raise Damaged(
+    raise Refused(
         f"it holds a model of the architecture {shown(architecture)} (general.architecture); read "
         "are heads (eagle3; dflash, which are DFlash, DFlash2 and DSpark), and the MTP layers of "
         f"{models}"

@@ -87,19 +87,6 @@ class PublishedHead:
     overrides: Overrides = NO_OVERRIDES
     notes: list[str] = field(default_factory=list)
 
-    @property
-    def hidden_size(self) -> int:
-        return hidden_size(self.tensors)
-
-    @property
-    def num_layers(self) -> int:
-        return count_layers(self.tensors)
-
-    @property
-    def target_depth(self) -> int | None:
-        """The target's number of layers, None if unknown."""
-        return self.target.num_layers if self.target else self.settings.get("num_target_layers")
-
     def rows(self, name: str) -> int:
         """The rows of a matrix of layer 0's attention; ValueError if it is missing."""
         return rows_of(self.tensors, f"{ATTENTION}{name}.weight")
@@ -133,7 +120,7 @@ def _heads(head: PublishedHead) -> dict[str, Any]:
             "expected an even width and a whole number of heads per key head; fix the config"
         )
     sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": width}
-    return {**sizes, "latent": None}
+    return sizes | {"latent": None}
 
 
 def _latent_heads(head: PublishedHead) -> dict[str, Any]:
@@ -166,7 +153,6 @@ def _latent_heads(head: PublishedHead) -> dict[str, Any]:
 
 
 def _attention(head: PublishedHead) -> AttentionFields:
-    """The fields about attention and its rope."""
     settings = head.settings
     tensors = head.tensors
     is_latent = f"{ATTENTION}kv_a_proj_with_mqa.weight" in tensors
@@ -183,18 +169,17 @@ def _attention(head: PublishedHead) -> AttentionFields:
         values="keys" if head.family.is_gemma and not own_values else "projected",
         softmax_scale=softmax_scale(settings, sizes["latent"]),
         position_scale=position_scale(settings),
-        **window_fields(settings, head.num_layers),
+        **window_fields(settings, count_layers(head.tensors)),
         rope=read_rope(settings, turning, is_latent, head.overrides.rope_theta, factors),
     )
 
 
 def _layers(head: PublishedHead) -> LayerFields:
-    """The fields about sizes, norms, biases and scales outside of attention."""
     settings = head.settings
     tensors = head.tensors
     is_gemma = head.family.is_gemma
     optional = head.family.has_optional_norms
-    h = head.hidden_size
+    h = hidden_size(head.tensors)
     if settings.get("hidden_size", h) != h:
         raise ValueError(
             f"config.json says hidden_size {settings['hidden_size']}, and layers.0 puts out {h} "
@@ -205,15 +190,15 @@ def _layers(head: PublishedHead) -> LayerFields:
         raise ValueError(
             f"the head's activation is {shown(activation)}; {', '.join(GATED)} are known"
         )
-    widths = [head.input_width(i) for i in range(head.num_layers)]
-    every = head.num_layers > 1 and set(widths) == {2 * h}
-    final_norm = settings.get("use_last_layernorm", True)
-    if optional:
-        final_norm = "norm.weight" in tensors
+    num_layers = count_layers(tensors)
+    widths = {head.input_width(i) for i in range(num_layers)}
+    every = num_layers > 1 and widths == {2 * h}
+    has_final = "norm.weight" in tensors
+    final_norm = has_final if optional else settings.get("use_last_layernorm", True)
     norm_output = settings.get("norm_output", settings.get("return_hidden_post_norm", False))
     return LayerFields(
         hidden_size=h,
-        num_layers=head.num_layers,
+        num_layers=num_layers,
         intermediate_size=rows_of(tensors, "layers.0.mlp.gate_proj.weight"),
         max_position_embeddings=settings["max_position_embeddings"],
         rms_norm_eps=settings["rms_norm_eps"],
@@ -233,7 +218,7 @@ def _layers(head: PublishedHead) -> LayerFields:
 
 def _feature_sizes(head: PublishedHead) -> tuple[int, int]:
     """The number of features that fc fuses, and the width of each."""
-    h = head.hidden_size
+    h = hidden_size(head.tensors)
     settings = head.settings
     width = head.tensors["fc.weight"].shape[-1]
     num_taps = len(head.overrides.aux_layers or written_taps(head.config)[0])
@@ -261,13 +246,12 @@ def _fusion(head: PublishedHead) -> FusionFields:
     settings = head.settings
     tensors = head.tensors
     num_aux = 1
-    size = head.hidden_size
-    uses_aux = head.family.fixed.get("uses_aux", True)
-    if uses_aux:
-        num_aux, size = _feature_sizes(head)
+    size = hidden_size(head.tensors)
     taps: dict[str, Any] = {"aux_ids_source": "final norm"}
-    if uses_aux:
-        taps = read_taps(head.config, num_aux, head.target_depth, head.overrides, head.notes)
+    if head.family.fixed.get("uses_aux", True):
+        num_aux, size = _feature_sizes(head)
+        depth = head.target.num_layers if head.target else settings.get("num_target_layers")
+        taps = read_taps(head.config, num_aux, depth, head.overrides, head.notes)
     norm = "none"
     if "input_norm.weight" in tensors or settings.get("norm_before_fc"):
         norm = "concat"
@@ -311,16 +295,13 @@ def _check_tables(config: Eagle3Config, settings: Mapping[str, Any]) -> None:
             "the head was trained with an embedding of its own (embed_requires_grad), "
             "which the checkpoint lacks"
         )
-    if config.hidden_size == config.target_hidden_size:
-        return
     tables = {"an embed_tokens": config.embed_source, "an lm_head": config.lm_head_source}
-    for table, source in tables.items():
-        if source != "file":
-            raise ValueError(
-                f"the head is {config.hidden_size} wide and its target "
-                f"{config.target_hidden_size}, so it needs {table} of its own, which the "
-                "checkpoint lacks"
-            )
+    shared = [table for table, source in tables.items() if source != "file"]
+    if shared and config.hidden_size != config.target_hidden_size:
+        raise ValueError(
+            f"the head is {config.hidden_size} wide and its target {config.target_hidden_size}, "
+            f"so it needs {shared[0]} of its own, which the checkpoint lacks"
+        )
 
 
 def read_settings(
@@ -339,11 +320,14 @@ def read_settings(
     settings: dict[str, Any] = {}
     for section in (defaults, family.defaults, nested, config, config.get("eagle_config") or {}):
         settings |= {key: value for key, value in section.items() if value is not None}
-    if family.is_gemma:
-        rope = settings.get("rope_parameters") or {}
-        settings["rope_parameters"] = rope.get("full_attention", rope)
-        if settings.get("attention_k_eq_v") and "num_global_key_value_heads" in settings:
-            settings["num_key_value_heads"] = settings["num_global_key_value_heads"]
+    rope = settings.get("rope_parameters") or {}
+    # Nested by layer type, it is the entry that trainers take; of Gemma's layers the global ones.
+    types = ("full_attention", "sliding_attention")
+    types = types if family.is_gemma else types[::-1]
+    settings["rope_parameters"] = next((rope[t] for t in types if rope.get(t) is not None), rope)
+    global_heads = settings.get("num_global_key_value_heads")
+    if family.is_gemma and settings.get("attention_k_eq_v") and global_heads:
+        settings["num_key_value_heads"] = global_heads
     if family.describes_layers:
         settings["qk_norm"] = nested.get("model_type") == "qwen3"
     else:
@@ -366,8 +350,8 @@ def _drop_layers(tensors: dict[str, Tensor], num_layers: int, wanted: int | None
 
 def _name_norms(head: PublishedHead) -> None:
     """Call the one norm of a layer without embedding ``hidden_norm``, whatever it came as."""
-    for i in range(head.num_layers):
-        if head.input_width(i) == head.hidden_size:
+    for i in range(count_layers(head.tensors)):
+        if head.input_width(i) == hidden_size(head.tensors):
             norm = head.tensors.pop(f"layers.{i}.input_layernorm.weight", None)
             if norm is not None:
                 head.tensors.setdefault(f"layers.{i}.hidden_norm.weight", norm)
@@ -378,7 +362,7 @@ def _drop_early_stop(head: PublishedHead) -> None:
 
     Its trainer takes them from a flag, so the config may not mention them.
     """
-    h = head.hidden_size
+    h = hidden_size(head.tensors)
     tensors = head.tensors
     surplus = tensors["fc.weight"].rows - h if "fc.weight" in tensors else 0
     is_known = head.settings.get("early_stop_method") or surplus <= head.family.num_stop_rows
@@ -393,9 +377,14 @@ def _drop_early_stop(head: PublishedHead) -> None:
         tensors[name] = LazyTensor(tensors[name], lambda w: w[:h], shape)
 
 
-def is_output(name: str) -> bool:
-    """True for a matrix with a row for every draft token."""
-    return name == "lm_head.weight" or name.startswith("parallel_outputs.")
+def keep_outputs(tensors: dict[str, Tensor], kept: np.ndarray, num_tokens: int) -> None:
+    """Keep the rows ``kept`` (n,) of matrices with one for each of ``num_tokens`` tokens."""
+    rows = mx.array(kept)
+    for name, output in tensors.items():
+        is_output = name == "lm_head.weight" or name.startswith("parallel_outputs.")
+        if is_output and output.rows == num_tokens:
+            shape = (len(kept), *output.shape[1:])
+            tensors[name] = LazyTensor(output, lambda w: w[rows], shape)
 
 
 def _unpermute(rows: mx.array, num_heads: int) -> mx.array:
@@ -417,12 +406,7 @@ def _reorder(head: PublishedHead, config: Eagle3Config, ids: np.ndarray | None) 
                     turn = partial(_unpermute, num_heads=count)
                     tensors[name] = LazyTensor(matrix, turn, matrix.shape)
     if ids is not None:
-        rows = mx.array(ids)
-        for name in filter(is_output, tensors):
-            output = tensors[name]
-            if output.rows == config.vocab_size:
-                shape = (len(ids), *output.shape[1:])
-                tensors[name] = LazyTensor(output, lambda w: w[rows], shape)
+        keep_outputs(tensors, ids, config.vocab_size)
     if "mask_hidden" in tensors:  # (1, 1, F) in most files
         mask = tensors["mask_hidden"]
         tensors["mask_hidden"] = LazyTensor(mask, lambda w: w.reshape(-1), (mask.size,))

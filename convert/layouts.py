@@ -10,6 +10,7 @@ from mlx_eagle.drafters.block_config import BlockConfig
 from mlx_eagle.drafters.config import Eagle3Config, VocabularyFields
 from mlx_eagle.drafters.dflash2 import DFlash2Config
 from mlx_eagle.drafters.dspark import DSparkConfig
+from mlx_eagle.drafters.kind import Tensor
 
 from .checkpoint import DraftCheckpoint
 from .head_config import resolve
@@ -87,6 +88,12 @@ def dspark_values(c: DSparkConfig) -> dict[str, Any]:
     }
 
 
+def places_of(checkpoint: DraftCheckpoint, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """The published names of those tensors that are published as they are, by their own."""
+    names = {id(tensor): name for name, tensor in checkpoint.tensors.items()}
+    return {own: names[id(tensor)] for own, tensor in tensors.items() if id(tensor) in names}
+
+
 def as_it_came(
     checkpoint: DraftCheckpoint, own: Mapping[str, mx.array], ids: mx.array
 ) -> HeadFiles | None:
@@ -96,16 +103,15 @@ def as_it_came(
     in a head that drafted step by step, whose draft vocabulary (``ids``) has changed, or whose
     family is read otherwise than it is written.
     """
+    read = {
+        name: tensor.source if name in CUT and isinstance(tensor, LazyTensor) else tensor
+        for name, tensor in resolve(checkpoint).tensors.items()
+    }
+    places = places_of(checkpoint, read)
     arrays = checkpoint.arrays()
-    names = {id(tensor): name for name, tensor in checkpoint.tensors.items()}
-    places: dict[str, str] = {}
-    for name, tensor in resolve(checkpoint).tensors.items():
-        whole = tensor.source if name in CUT and isinstance(tensor, LazyTensor) else tensor
-        if id(whole) not in names:
-            return None
-        places[name] = names[id(whole)]
     num_drafted = len(arrays.get("d2t", ()))
-    if not own.keys() <= places.keys() or num_drafted not in (0, len(ids)):
+    is_alike = own.keys() <= places.keys() == read.keys()
+    if not is_alike or num_drafted not in (0, len(ids)):
         return None
     for name, array in own.items():
         stored = arrays[places[name]]

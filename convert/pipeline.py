@@ -1,7 +1,7 @@
 """The whole conversion: open, recognise, resolve, trim, read, quantize, check, save."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,7 @@ from mlx_eagle.drafters.folder import write_files
 from mlx_eagle.drafters.kind import Tensors
 from mlx_eagle.drafters.kinds import KINDS, OTHERWISE, is_converted, recognise
 from mlx_eagle.drafters.quantize import Packing, Quantization, pack, shapes_of_matrices
-from mlx_eagle.drafters.target_parts import (
-    TargetSizes,
-    made_from,
-    read_target_config,
-)
+from mlx_eagle.drafters.target_parts import TargetSizes, made_from, read_target_config
 from mlx_eagle.system.atomic_folder import AlreadyThere, new_folder
 from mlx_eagle.system.device import megabytes
 from mlx_eagle.system.hub import locate, upload
@@ -47,23 +43,12 @@ TABLES = {"file": "kept", "target": "the target's", "target_rows": "rows of the 
 
 
 @dataclass(frozen=True)
-class SaveOptions:
-    """The way a head is stored: its dtype, None for the checkpoint's own, and its quantization.
+class Head:
+    """A drafter as it will be saved: its ``config.json``, its arrays, and doubts for the user.
 
-    ``progress`` is given the number of tensors done and of all.
-    """
-
-    dtype: str | None = None
-    quantization: Quantization | None = None
-    progress: Progress = silent
-
-
-@dataclass(frozen=True)
-class UnreadHead:
-    """A drafter as it will be saved, its tensors unread, and doubts for the user.
-
-    ``title`` says what it is: a family of EAGLE heads, or another kind of drafter. Most of what
-    was published is of the type ``dtype``; ``is_packed`` says whether MLX has packed matrices.
+    ``title`` says what it is: a family of EAGLE heads, or another kind of drafter. Most of its
+    ``tensors``, which are unread, were published in the type ``dtype``; ``is_packed`` says
+    whether MLX has packed matrices. ``build`` makes the ``weights`` of them.
     """
 
     title: str
@@ -72,38 +57,29 @@ class UnreadHead:
     dtype: mx.Dtype
     is_packed: bool = False
     notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Head:
-    """A drafter ready to be saved: its ``config.json``, its arrays, and doubts for the user."""
-
-    title: str
-    config: dict[str, Any]
-    weights: dict[str, mx.array]
-    notes: tuple[str, ...]
+    weights: Mapping[str, mx.array] = field(default_factory=dict)
 
 
 def drop_shared(head: Resolved, target: TargetFolder) -> Resolved:
     """Leave out the embedding and the lm_head if they equal the target's."""
     if head.config.hidden_size != target.hidden_size:
         return head
-    config = head.config
     tensors = dict(head.tensors)
+    shared = {}
     ids = head.target_ids
     embedding = tensors.get("embed_tokens.weight")
     if embedding is not None and same_values(embedding.read(), target.table("embed_tokens")):
         del tensors["embed_tokens.weight"]
-        config = replace(config, embed_source="target")
+        shared["embed_source"] = "target"
     output = tensors.get("lm_head.weight")
     if output is not None:
-        theirs = target.output_table()
+        theirs = target.table("lm_head", "embed_tokens")
         if theirs is not None and ids is not None:
             theirs = theirs[mx.array(ids)]
         if same_values(output.read(), theirs):
             del tensors["lm_head.weight"]
-            config = replace(config, lm_head_source="target" if ids is None else "target_rows")
-    return replace(head, config=config, tensors=tensors)
+            shared["lm_head_source"] = "target" if ids is None else "target_rows"
+    return replace(head, config=replace(head.config, **shared), tensors=tensors)
 
 
 def prepare(
@@ -112,7 +88,7 @@ def prepare(
     target: TargetSizes | None,
     overrides: Overrides = NO_OVERRIDES,
     draft_vocab: Trim | None = None,
-) -> UnreadHead:
+) -> Head:
     """The drafter in a checkpoint of that kind, with a part of its vocabulary if one is given."""
     make = KINDS[kind].convert
     if make is None:
@@ -122,10 +98,11 @@ def prepare(
     config = config | {"kind": kind}
     _refuse(config, draft_vocab, overrides)
     if draft_vocab is not None:
-        config["draft_vocab"] = draft_vocab.stored
+        ids = draft_vocab.ids
+        config["draft_vocab"] = draft_vocab.size if ids is None else list(ids)
     KINDS[kind].made_for(config, Path("config.json"), target)
     is_packed = any(isinstance(tensor, MLXPacked) for tensor in whole.values())
-    return UnreadHead(KINDS[kind].title, config, tensors, own_dtype(whole), is_packed)
+    return Head(KINDS[kind].title, config, tensors, own_dtype(whole), is_packed)
 
 
 def _prepare_eagle(
@@ -133,7 +110,7 @@ def _prepare_eagle(
     target: TargetSizes | None,
     overrides: Overrides,
     draft_vocab: Trim | None,
-) -> UnreadHead:
+) -> Head:
     """The same for an EAGLE head: resolved, trimmed, without tables that equal the target's."""
     head = resolve(checkpoint, target, overrides)
     folder = target if isinstance(target, TargetFolder) else None
@@ -148,8 +125,8 @@ def _prepare_eagle(
     if head.target_ids is not None:
         offsets = (head.target_ids - np.arange(len(head.target_ids))).astype(np.int32)
         tensors["d2t"] = Stored("I32", offsets.shape, offsets.view(np.uint8))
-    title = head.family.title
-    return UnreadHead(title, config, tensors, own_dtype(head.tensors), notes=head.notes)
+    dtype = own_dtype(head.tensors)
+    return Head(head.family.title, config, tensors, dtype, notes=head.notes)
 
 
 def own_dtype(tensors: Tensors) -> mx.Dtype:
@@ -162,30 +139,42 @@ def own_dtype(tensors: Tensors) -> mx.Dtype:
     return FLOATS.get(max(plain, key=lambda tensor: tensor.size).format, mx.float16)
 
 
-def build(unread: UnreadHead, options: SaveOptions) -> Head:
-    """Read the tensors as arrays, quantized as the config then says.
+def build(
+    unread: Head,
+    dtype: str | None = None,
+    quantization: Quantization | None = None,
+    progress: Progress = silent,
+) -> Head:
+    """Read the tensors as weights, quantized as the config then says.
 
     Matrices are of the published dtype unless another is asked for. Norms and biases are not
     quantized, and keep their precision unless a dtype is asked for: in GGUF files they are
-    float32, and matrices blocks of 8 bits and fewer.
+    float32, and matrices blocks of 8 bits and fewer. Matrices that MLX has packed already stay as
+    they are unless other bits are asked for, since packing them again would lose more.
     """
     tensors = unread.tensors
     config = dict(unread.config)
-    if unread.is_packed and options.quantization and not _kept_packings(tensors, Quantization()):
-        raise ValueError(
-            f"this is {unread.title} that is packed already, and packed anew it would lose twice: "
-            "name it as it is with --draft-model, or convert with --no-quantize"
-        )
-    dtype = DTYPES[options.dtype] if options.dtype else unread.dtype
     shapes = shapes_of_matrices(tensors, KINDS[config["kind"]].never_quantized)
-    quantization = options.quantization
-    kept = {} if quantization is None else _kept_packings(tensors, quantization)
-    chosen = {} if quantization is None else quantization.choose(shapes) | kept
+    notes: list[str] = []
+    kept: dict[str, Packing] = {}
+    chosen: dict[str, Packing | None] = {}
+    if quantization is not None:
+        packed = {n: t.packing for n, t in tensors.items() if isinstance(t, MLXPacked)}
+        own = {name.removesuffix(".weight"): each for name, each in packed.items() if each}
+        if unread.is_packed and not own:
+            raise ValueError(
+                f"this is {unread.title} that is packed already, and packed anew it would lose "
+                "twice: name it as it is with --draft-model, or convert with --no-quantize"
+            )
+        kept = {p: each for p, each in own.items() if quantization.bits in (None, each["bits"])}
+        chosen = quantization.choose(shapes) | kept
+        notes = quantization.notes(shapes, {p: c for p, c in chosen.items() if p not in kept})
+        config["quantization"] = quantization.entry(chosen)
     weights: dict[str, mx.array] = {}
     for i, (name, tensor) in enumerate(tensors.items()):
-        options.progress(i, len(tensors))
-        packing = chosen.get(name.removesuffix(".weight"))
-        if isinstance(tensor, MLXPacked) and packing and packing == tensor.packing:
+        progress(i, len(tensors))
+        path = name.removesuffix(".weight")
+        if path in kept and isinstance(tensor, MLXPacked):
             weights |= tensor.stored(name)
             continue
         array = tensor.read()
@@ -197,37 +186,24 @@ def build(unread: UnreadHead, options: SaveOptions) -> Head:
                 f"{name} is stored as {tensor.format} without a scale, expected floats; the "
                 "checkpoint is damaged"
             )
-        if options.dtype is not None or array.ndim > 1:
-            array = array.astype(dtype)
+        if dtype is not None or array.ndim > 1:
+            array = array.astype(DTYPES[dtype] if dtype else unread.dtype)
+        packing = chosen.get(path)
         entry = pack(name, array, packing) if packing else {name: array}
         mx.eval(entry)  # one tensor at a time, so that the sources can be let go
         weights |= entry
-    options.progress(len(tensors), len(tensors))
-    notes: list[str] = []
-    if quantization is not None:
-        notes = quantization.notes(shapes, {p: c for p, c in chosen.items() if p not in kept})
-        config["quantization"] = quantization.entry(chosen)
-    return Head(unread.title, config, weights, (*unread.notes, *notes))
+    progress(len(tensors), len(tensors))
+    return replace(unread, config=config, weights=weights, notes=(*unread.notes, *notes))
 
 
-def _kept_packings(tensors: Tensors, quantization: Quantization) -> dict[str, Packing]:
-    """The packings of matrices that MLX has packed already; packing them again would lose more."""
-    found = {}
-    for name, tensor in tensors.items():
-        is_packed = isinstance(tensor, MLXPacked) and quantization.bits in (None, tensor.bits)
-        if is_packed and tensor.packing is not None:
-            found[name.removesuffix(".weight")] = tensor.packing
-    return found
-
-
-def summary(checkpoint: DraftCheckpoint, unread: UnreadHead, head: Head) -> list[str]:
+def summary(checkpoint: DraftCheckpoint, head: Head) -> list[str]:
     """Lines for people: the drafter that was found, how it is stored, and doubts."""
     c = head.config
     lines = [f"kind        {head.title}"]
     if c["kind"] == "eagle3":
         lines = _summary_of_eagle(head.title, c)
     dtype = str(max(head.weights.values(), key=lambda array: array.size).dtype).split(".")[-1]
-    num_parameters = sum(tensor.size for tensor in unread.tensors.values())
+    num_parameters = sum(tensor.size for tensor in head.tensors.values())
     num_bytes = sum(array.nbytes for array in head.weights.values())
     return [
         *lines,
@@ -264,12 +240,17 @@ def _summary_of_eagle(title: str, c: Mapping[str, Any]) -> list[str]:
 
 
 def _destination(mlx_path: str, dtype: str | None) -> Path:
-    """The folder to write; ValueError if it is there already, or for an unknown dtype."""
+    """The folder to write; ValueError if it cannot be made, or for an unknown dtype."""
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"unknown dtype {dtype}; choose one of {', '.join(DTYPES)}")
     path = Path(mlx_path).expanduser()
     if path.exists():
         raise AlreadyThere(f"{mlx_path} is there already; remove it or choose another --mlx-path")
+    if path.is_symlink():
+        raise ValueError(
+            f"--mlx-path {path} is a link to {path.readlink()}, which does not exist: remove the "
+            "link, or name another folder."
+        )
     return path
 
 
@@ -303,8 +284,8 @@ def _refuse(config: Mapping[str, Any], draft_vocab: Trim | None, overrides: Over
 
 def measure(
     head: Head,
-    unread: UnreadHead,
-    whole: UnreadHead | None,
+    unread: Head,
+    whole: Head | None,
     checkpoint: DraftCheckpoint,
     target: TargetFolder,
     dtype: str | None,
@@ -321,10 +302,10 @@ def measure(
     dense = head
     variants = {}
     if "quantization" in head.config:
-        dense = build(unread, SaveOptions(dtype))
+        dense = build(unread, dtype)
         variants["quantized"] = head.config, head.weights
     if whole is not None:
-        full = build(whole, SaveOptions(dtype))
+        full = build(whole, dtype)
         variants["full"] = full.config, full.weights
     bases = rope_bases(checkpoint.config) | rope_bases(target.config)
     return check_head(dense.config, dense.weights, *loaded, variants=variants, bases=bases)
@@ -348,8 +329,7 @@ def open_published(
     if is_converted(folder):
         raise ValueError(f"{source} is an already converted drafter: use the folder as it is")
     config = read_target_config(folder) if folder.is_dir() else {}
-    found = {name: kind.parts_of(config) for name, kind in KINDS.items()}
-    parts = {name: is_part for name, is_part in found.items() if is_part is not None}
+    parts = {n: is_part for n, kind in KINDS.items() if (is_part := kind.parts_of(config))}
     for name, is_part in parts.items():
         tensors, files = read_parts(source, is_part, revision)
         if tensors:
@@ -403,16 +383,14 @@ def convert(
     name = None if isinstance(target, TargetSizes) else target
     if check and name is None:
         raise ValueError("--check compares the head with its target; name it with --target")
-    options = SaveOptions(
-        dtype, Quantization(q_bits, q_group_size) if quantize else None, progress
-    )
+    quantization = Quantization(q_bits, q_group_size) if quantize else None
     kind, checkpoint = open_published(str(hf_path), revision, name)
     model = target if name is None else open_target(str(name))
     if isinstance(draft_vocab, int):
         draft_vocab = Trim(draft_vocab)
     unread = prepare(kind, checkpoint, model, overrides, draft_vocab)
-    head = build(unread, options)
-    lines = summary(checkpoint, unread, head)
+    head = build(unread, dtype, quantization, progress)
+    lines = summary(checkpoint, head)
     if check and isinstance(model, TargetFolder):
         whole = None if draft_vocab is None else prepare(kind, checkpoint, model, overrides)
         report = measure(head, unread, whole, checkpoint, model, dtype)

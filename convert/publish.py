@@ -17,6 +17,7 @@ from mlx_eagle.drafters.config import Eagle3Config
 from mlx_eagle.drafters.folder import read_config, read_weights
 from mlx_eagle.drafters.head_weights import draft_ids
 from mlx_eagle.drafters.quantize import bits_of
+from mlx_eagle.drafters.target_parts import FRONT
 from mlx_eagle.system.atomic_folder import new_folder
 from mlx_eagle.system.hub import INSIDE, REPO_ID, locate
 from mlx_eagle.system.safetensors import save_arrays
@@ -26,8 +27,8 @@ from .vocabulary import vocabulary_maps
 
 CARD = "README.md"
 TAGS = ["mlx", "speculative-decoding", "draft-model"]
-# The keys that the hub reads about a licence; the last two belong to `license: other`.
-LICENSE_KEYS = ("license", "license_name", "license_link")
+# The keys that the hub reads about a licence; name and link belong to `license: other`.
+LICENSE = re.compile(r"^(license(?:_name|_link)?):[ \t]*(\S.*?)[ \t]*$", re.MULTILINE)
 USAGE = "mlx_eagle.generate --model TARGET --draft-model THIS_FOLDER --prompt Hello"
 WHAT_IT_IS = (
     "for speculative decoding, {made} by mlx-eagle. It is no model of its own: it drafts tokens "
@@ -46,12 +47,9 @@ def source_license(
     folder = folder.parent if folder.is_file() else folder
     found: dict[str, str] = {}
     if (folder / CARD).is_file():
-        text = (folder / CARD).read_text(encoding="utf-8", errors="replace")
-        front = re.match(r"---\s*\n(.*?)\n---", text, re.DOTALL)
-        for key in LICENSE_KEYS:
-            line = front and re.search(rf"^{key}:[ \t]*(\S.*?)[ \t]*$", front[1], re.MULTILINE)
-            if line:
-                found[key] = line[1].strip("\"'")
+        front = FRONT.match((folder / CARD).read_text(encoding="utf-8", errors="replace"))
+        lines = LICENSE.findall(front[1]) if front else ()
+        found = {key: text.strip("\"'") for key, text in lines}
     if "license" not in found and isinstance(config.get("license"), str):
         return {"license": config["license"]}
     return found if "license" in found else {}
@@ -213,10 +211,13 @@ def to_pytorch(head: str, folder: str) -> dict[str, Any]:
     config = Eagle3Config.from_dict(values, source / "config.json")
     _check(config, head)
     weights = read_weights(source)
-    tensors = _tensors(config, weights)
+    offsets = weights.pop("d2t", None)
+    ids = draft_ids(offsets, config.draft_vocab_size, config.has_d2t, config.vocab_size)
+    maps = vocabulary_maps(mx.arange(config.vocab_size) if ids is None else ids, config.vocab_size)
+    named = {name.replace("layers.0.", "midlayer."): array for name, array in weights.items()}
     flat = _config(config, str(weights["fc.weight"].dtype).split(".")[-1])
     with new_folder(destination) as draft:
-        save_arrays(draft / "model.safetensors", tensors, layout="pt")
+        save_arrays(draft / "model.safetensors", named | maps, layout="pt")
         text = json.dumps(flat, indent=2) + "\n"
         (draft / "config.json").write_text(text, encoding="utf-8")
     return flat
@@ -236,15 +237,6 @@ def _check(config: Eagle3Config, head: str) -> None:
             f"{head} takes its output matrix from the target; convert its source again without "
             "--target"
         )
-
-
-def _tensors(config: Eagle3Config, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-    """The arrays by their official names, with both vocabulary maps."""
-    offsets = weights.pop("d2t", None)
-    ids = draft_ids(offsets, config.draft_vocab_size, config.has_d2t, config.vocab_size)
-    named = {name.replace("layers.0.", "midlayer."): array for name, array in weights.items()}
-    whole = mx.arange(config.vocab_size)
-    return named | vocabulary_maps(whole if ids is None else ids, config.vocab_size)
 
 
 def _config(c: Eagle3Config, dtype: str) -> dict[str, Any]:

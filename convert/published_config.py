@@ -140,6 +140,11 @@ class Overrides:
 NO_OVERRIDES = Overrides()
 
 
+def renamed(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """The values of some keys, under new names, without nulls."""
+    return {new: values[old] for old, new in names.items() if values.get(old) is not None}
+
+
 def written_taps(config: Mapping[str, Any]) -> tuple[tuple[int, ...], str]:
     """The ids of taps in a config, and their place there; () if it names none."""
     nested = config.get("eagle_config") or {}
@@ -244,8 +249,7 @@ def mask_token(settings: Mapping[str, Any], vocab_size: int, has_mask: bool) -> 
     is_declared = (
         settings.get("speculators_model_type") == "peagle"
         or settings.get("parallel_drafting")
-        or "pard_token" in settings
-        or "ptd_token_id" in settings
+        or settings.keys() & {"pard_token", "ptd_token_id"}
         or any(P_EAGLE.match(name) for name in settings.get("architectures", ()))
     )
     if not has_mask:
@@ -301,18 +305,9 @@ def position_scale(settings: Mapping[str, Any]) -> dict[str, Any] | None:
     return {"beta": float(beta), key: float(original)} if beta and original else None
 
 
-def _parameters(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """``rope_parameters``; if they are nested by layer type, the entry that trainers take."""
-    rope = settings.get("rope_parameters") or {}
-    for layer_type in ("sliding_attention", "full_attention"):
-        if isinstance(rope.get(layer_type), Mapping):
-            return rope[layer_type]
-    return rope
-
-
 def _scaling(settings: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     """The type of a rope's scaling, and the entry that says it; "default" and {} without one."""
-    entry = settings.get("rope_scaling") or _parameters(settings)
+    entry = settings.get("rope_scaling") or settings["rope_parameters"]
     name = entry.get("rope_type") or entry.get("type") or "default"
     return "yarn" if name == "deepseek_yarn" else name, entry
 
@@ -344,29 +339,20 @@ def _yarn(entry: Mapping[str, Any], theta: float, dims: int, max_positions: int)
         # mlx-lm scales by (0.1 mscale ln factor + 1) over the same with mscale_all_dim.
         scaling["mscale"] = (attention - 1) / (0.1 * math.log(factor))
         scaling["mscale_all_dim"] = 0
-    if entry.get("truncate") is False:
-        return _untruncated_yarn(scaling, theta, dims, max_positions)
-    return scaling
-
-
-def _untruncated_yarn(
-    scaling: Mapping[str, Any], theta: float, dims: int, max_positions: int
-) -> dict[str, Any]:
-    """Yarn whose ramp ends between channels (``truncate`` false); mlx-lm's rounds the ends."""
-    factor = scaling["factor"]
-    original = scaling["original_max_position_embeddings"]
+    if entry.get("truncate") is not False:
+        return scaling
 
     def channel(rotations: float) -> float:
         return dims * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
-    def mscale(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
-
+    # The ramp ends between channels; mlx-lm's rounds the ends.
     low = max(channel(scaling.get("beta_fast", 32)), 0)
     high = min(channel(scaling.get("beta_slow", 1)), dims - 1)
     ramp = np.clip((np.arange(dims // 2) - low) / max(high - low, 0.001), 0, 1)
     factors = 1 / (ramp / factor + 1 - ramp)
-    scale = mscale(scaling.get("mscale", 1)) / mscale(scaling.get("mscale_all_dim", 0))
+    growth = math.log(max(factor, 1))
+    scale = 0.1 * scaling.get("mscale", 1) * growth + 1
+    scale /= 0.1 * scaling.get("mscale_all_dim", 0) * growth + 1
     return _explicit(factors.tolist(), max_positions, scale)
 
 
@@ -383,10 +369,9 @@ def _longrope(entry: Mapping[str, Any], dims: int, max_positions: int) -> dict[s
             f"expected {dims // 2}"
         )
     scaling = _explicit(factors, max_positions, entry.get("attention_factor") or 1.0)
-    original = entry.get("original_max_position_embeddings")
-    if original is not None and entry.get("attention_factor") is None:
-        scaling["original_max_position_embeddings"] = original
-    return scaling
+    key = "original_max_position_embeddings"
+    is_written = entry.get("attention_factor") is None and entry.get(key) is not None
+    return scaling | ({key: entry[key]} if is_written else {})
 
 
 def _stored_factors(factors: Tensor, dims: int, max_positions: int) -> dict[str, Any]:
@@ -425,7 +410,7 @@ def read_rope(
     ``factors`` (dims / 2,) are a GGUF file's. Raises ValueError for a type of scaling that mlx-lm
     does not have, and for numbers that make no rope.
     """
-    own = _parameters(settings)
+    own = settings["rope_parameters"]
     name, entry = _scaling(settings)
     if theta is None:
         theta = own.get("rope_theta") or settings.get("rope_theta") or DEFAULT_THETA

@@ -31,7 +31,11 @@ FORMATS: dict[str, type[np.generic]] = {
 
 
 class CutOff(ValueError):
-    """The data ends before it is complete."""
+    """The file ends before it is complete, or its parts do not fit one another."""
+
+
+class Refused(ValueError):
+    """The file holds something that no drafter's file holds."""
 
 
 def map_file(path: Path) -> np.ndarray:

@@ -11,13 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import numpy as np
 from mlx_lm import tokenizer_utils
 
 from .checkpoint import TargetFolder
-from .head_config import Resolved, is_output
-from .stored import LazyTensor
+from .head_config import Resolved, keep_outputs
 
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "*.tiktoken")
 
@@ -43,11 +41,6 @@ class Trim:
         if isinstance(read, int):
             return cls(read, text)
         return cls(len(read), ids=tuple(map(int, read)))
-
-    @property
-    def stored(self) -> int | list[int]:
-        """The entry ``draft_vocab`` of drafters that score with their target's output matrix."""
-        return self.size if self.ids is None else list(self.ids)
 
 
 def count_tokens(text: str, target: TargetFolder) -> tuple[Counter[int], set[int]]:
@@ -112,10 +105,7 @@ def trim(head: Resolved, wanted: Trim, target: TargetFolder | None) -> Resolved:
     if not len(kept):
         raise ValueError("--draft-vocab names no token that the head drafts; give others")
     tensors = dict(head.tensors)
-    rows = mx.array(kept)
-    for name in filter(is_output, head.tensors):
-        shape = (len(kept), *tensors[name].shape[1:])
-        tensors[name] = LazyTensor(tensors[name], lambda w: w[rows], shape)
+    keep_outputs(tensors, kept, num)
     if "lm_head.weight" not in tensors and config.lm_head_source == "target":
         config = replace(config, lm_head_source="target_rows")
     config = replace(config, draft_vocab_size=len(kept), has_d2t=True)

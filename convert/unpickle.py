@@ -14,7 +14,7 @@ import numpy as np
 
 from mlx_eagle.system.fields import is_whole, shown
 
-from .stored import CutOff
+from .stored import CutOff, Refused
 
 STORAGES = {
     "DoubleStorage": "F64",
@@ -32,10 +32,6 @@ MAX_BYTES = 1 << 19
 """The longest pickle: 200 bytes per tensor. It bounds memory, at up to 72 bytes per byte."""
 
 LONGEST_LINE = 100
-
-
-class RefusedPickle(ValueError):
-    """The pickle asks for something that a checkpoint of tensors does not need."""
 
 
 class Name(NamedTuple):
@@ -75,7 +71,7 @@ class Unpickler:
 
     def __init__(self, data: np.ndarray):
         if len(data) > MAX_BYTES:
-            raise RefusedPickle(f"its pickle has {len(data)} bytes, more than any draft head's")
+            raise Refused(f"its pickle has {len(data)} bytes, more than any draft head's")
         self._data = data.tobytes()
         self._at = 0
         self._stack: list[Any] = []
@@ -86,14 +82,14 @@ class Unpickler:
     def load(self) -> Any:
         """The value of the pickle: plain values, lists, dictionaries and views.
 
-        Raises RefusedPickle for anything that torch does not write, CutOff at the data's end.
+        Raises Refused for anything that torch does not write, CutOff at the data's end.
         """
         while True:
             code = self._take(1)
             if code == b".":
                 return self._pop()
             if code not in STEPS:
-                raise RefusedPickle(
+                raise Refused(
                     f"it holds the pickle opcode 0x{code.hex()}, which torch does not write; if "
                     "you trust the file, save it as safetensors"
                 )
@@ -112,7 +108,7 @@ class Unpickler:
         end = self._data.find(b"\n", self._at, self._at + LONGEST_LINE)
         line = self._take(LONGEST_LINE if end < 0 else end - self._at + 1)
         if end < 0:
-            raise RefusedPickle("it names something too long to be torch's")
+            raise Refused("it names something too long to be torch's")
         return line[:-1].decode("ascii", "replace")
 
     def _push(self, value: Any) -> None:
@@ -120,7 +116,7 @@ class Unpickler:
 
     def _pop(self) -> Any:
         if len(self._stack) <= (self._marks[-1] if self._marks else 0):
-            raise RefusedPickle("it takes a value that is not there")
+            raise Refused("it takes a value that is not there")
         return self._stack.pop()
 
     def _two(self) -> tuple[Any, Any]:
@@ -130,7 +126,7 @@ class Unpickler:
 
     def _pop_to_mark(self) -> list[Any]:
         if not self._marks:
-            raise RefusedPickle("it takes values that are not there")
+            raise Refused("it takes values that are not there")
         start = self._marks.pop()
         values = self._stack[start:]
         del self._stack[start:]
@@ -140,7 +136,7 @@ class Unpickler:
         """The topmost value, which must be a list or a dictionary to add to."""
         value = self._pop()
         if type(value) is not expected:
-            raise RefusedPickle(f"it adds to what is no {expected.__name__}")
+            raise Refused(f"it adds to what is no {expected.__name__}")
         self._push(value)
         return value
 
@@ -149,7 +145,7 @@ class Unpickler:
     def _protocol(self) -> None:
         version = self._number("B")
         if not 2 <= version <= 5:
-            raise RefusedPickle(f"it is a pickle of protocol {version}; torch writes protocol 2")
+            raise Refused(f"it is a pickle of protocol {version}; torch writes protocol 2")
 
     def _mark(self) -> None:
         self._marks.append(len(self._stack))
@@ -159,7 +155,7 @@ class Unpickler:
         try:
             self._push(data.decode("utf-8", "surrogatepass"))
         except UnicodeDecodeError as err:
-            raise RefusedPickle(f"it holds a string that is none ({err.reason})") from err
+            raise Refused(f"it holds a string that is none ({err.reason})") from err
 
     def _long(self) -> None:
         self._push(int.from_bytes(self._take(self._number("B")), "little", signed=True))
@@ -168,7 +164,7 @@ class Unpickler:
         if all(map(is_whole, values)):
             self._push(Whole(values))
         elif any(type(value) in (tuple, list) for value in values):
-            raise RefusedPickle("its values are nested more deeply than torch nests them")
+            raise Refused("its values are nested more deeply than torch nests them")
         else:
             self._push(tuple(values))
 
@@ -182,7 +178,7 @@ class Unpickler:
 
     def _recall(self, index: int) -> None:
         if index not in self._memo:
-            raise RefusedPickle("it refers to a value that is not there")
+            raise Refused("it refers to a value that is not there")
         self._push(self._memo[index])
 
     def _append(self, values: list[Any]) -> None:
@@ -190,7 +186,7 @@ class Unpickler:
 
     def _set(self, pairs: list[Any]) -> None:
         if len(pairs) % 2 or not all(isinstance(key, str) for key in pairs[::2]):
-            raise RefusedPickle("it holds a dictionary whose keys are no names")
+            raise Refused("it holds a dictionary whose keys are no names")
         self._top(dict).update(zip(pairs[::2], pairs[1::2], strict=True))
 
     def _set_one(self) -> None:
@@ -198,11 +194,11 @@ class Unpickler:
 
     def _name(self, module: Any, name: Any) -> None:
         if not isinstance(module, str) or not isinstance(name, str):
-            raise RefusedPickle("it asks for something by what is no name")
+            raise Refused("it asks for something by what is no name")
         name = Name(module, name)
         if name not in NAMES:
             asked = shown(f"{name.module}.{name.name}")
-            raise RefusedPickle(
+            raise Refused(
                 f"it asks for {asked}, and only tensors are read from a pickle; if you trust "
                 "the file, save it as safetensors"
             )
@@ -216,10 +212,10 @@ class Unpickler:
             ):
                 storage = Storage(key, STORAGES[kind], elements)
                 if self._storages.setdefault(key, storage) != storage:
-                    raise RefusedPickle("it describes one storage in two ways")
+                    raise Refused("it describes one storage in two ways")
                 self._push(storage)
             case _:
-                raise RefusedPickle("it refers to what is no plain tensor storage")
+                raise Refused("it refers to what is no plain tensor storage")
 
     def _call(self) -> None:
         match self._two():
@@ -234,14 +230,14 @@ class Unpickler:
             case Name() as name, (View() as view, *_) if name == PARAMETER:
                 self._push(view)
             case _:
-                raise RefusedPickle("a tensor in it is not described as torch describes one")
+                raise Refused("a tensor in it is not described as torch describes one")
 
     def _build(self) -> None:
         """Set the one attribute that torch sets: the versions that a state dict carries."""
         state = self._pop()
         self._top(dict)
         if type(state) is not dict or not state.keys() <= {"_metadata"}:
-            raise RefusedPickle("it sets attributes that torch does not set")
+            raise Refused("it sets attributes that torch does not set")
 
 
 STEPS: dict[bytes, Callable[[Unpickler], None]] = {

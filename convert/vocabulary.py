@@ -90,12 +90,12 @@ def _check_map(ids: np.ndarray | None, size: int, draft_size: int, stated: int |
         raise ValueError(
             f"config.json says draft_vocab_size {stated}, and the tensors have {draft_size}"
         )
+    if ids is None and draft_size != size:
+        raise ValueError(
+            f"the draft vocabulary has {draft_size} of {size} tokens, and there is no d2t to "
+            "map them; the checkpoint is incomplete"
+        )
     if ids is None:
-        if draft_size != size:
-            raise ValueError(
-                f"the draft vocabulary has {draft_size} of {size} tokens, and there is no d2t to "
-                "map them; the checkpoint is incomplete"
-            )
         return
     if not len(ids) or ids[0] < 0 or ids[-1] >= size or (np.diff(ids) <= 0).any():
         raise ValueError(

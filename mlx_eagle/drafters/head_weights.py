@@ -10,11 +10,10 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from ..system.hub import locate
 from ..target_model.masks_and_ropes import evaluate_ropes
 from .base import index_of
 from .config import Eagle3Config
-from .folder import building, read_config, read_module, read_weights
+from .folder import building, read_module, read_weights
 from .head import Eagle3Head
 from .kind import LoadOptions
 from .target_parts import activation_dtype, find_embedding, lm_head_of, rows_of_lm_head, sizes_of
@@ -147,17 +146,6 @@ class AttachedHead:
         if self.to_target is not None:
             return self.to_target
         return mx.arange(self.head.config.draft_vocab_size, dtype=mx.int32)
-
-
-def load_head(
-    path_or_repo: str | Path, model: nn.Module, dtype: mx.Dtype | None = None
-) -> AttachedHead:
-    """Load a converted head (a folder or a hub repo id) and attach it to ``model``.
-
-    It computes in ``dtype``, by default the target's own.
-    """
-    folder = locate(str(path_or_repo), ("*.json", "*.safetensors"))
-    return attach_head(folder, read_config(folder), model, LoadOptions(dtype=dtype))
 
 
 def attach_head(

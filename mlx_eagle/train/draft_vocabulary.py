@@ -56,9 +56,8 @@ def resized(student: Student, model: nn.Module, ids: np.ndarray) -> Student:
     A head that uses the target's output matrix gets rows of its own, which are then trained.
     """
     head = student.head
-    embedding, _ = find_embedding(model)
-    theirs = rows_of_lm_head(model, embedding, mx.array(ids))["lm_head.weight"]
-    theirs = theirs.astype(mx.float32)
+    rows = rows_of_lm_head(model, find_embedding(model)[0], mx.array(ids))
+    theirs = rows["lm_head.weight"].astype(mx.float32)
     if head.config.lm_head_source == "target":
         head.lm_head = nn.Linear(*theirs.shape[::-1], bias=False)
         head.lm_head.weight = theirs
@@ -68,14 +67,12 @@ def resized(student: Student, model: nn.Module, ids: np.ndarray) -> Student:
         own = np.array(head.lm_head.weight, np.float64)[indices_in(ids, old)]
         weight = own
         if not known.all():  # lstsq takes five times as long
-            rows = np.pad(np.array(theirs, np.float64), [(0, 0), (0, 1)], constant_values=1)
-            seen = rows[known].T @ rows[known]
+            table = np.pad(np.array(theirs, np.float64), [(0, 0), (0, 1)], constant_values=1)
+            seen = table[known].T @ table[known]
             seen += np.eye(len(seen)) * (RIDGE * np.trace(seen) / len(seen))
-            weight = rows @ np.linalg.solve(seen, rows[known].T @ own)
+            weight = table @ np.linalg.solve(seen, table[known].T @ own)
             weight[known] = own
         head.lm_head.weight = mx.array(weight.astype(np.float32))
-    has_d2t = len(ids) < head.config.vocab_size
-    head.config = replace(
-        head.config, draft_vocab_size=len(ids), has_d2t=has_d2t, lm_head_source="file"
-    )
+    sizes = {"draft_vocab_size": len(ids), "has_d2t": len(ids) < head.config.vocab_size}
+    head.config = replace(head.config, **sizes, lm_head_source="file")
     return replace(student, ids=mx.array(ids))

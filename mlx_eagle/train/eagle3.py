@@ -141,28 +141,28 @@ def make_student(
     Raises ValueError for a head that is more than llama layers.
     """
     _, vocab_size = find_embedding(model)
-    size = settings.draft_vocab_size
+    own = np.array([] if student is None else student.ids, np.int32)
+    size = settings.draft_vocab_size or len(own) or min(DEFAULT_VOCABULARY, vocab_size)
+    if student is not None:
+        c = student.head.config
+        features = {
+            "has parallel heads": c.num_parallel_heads,
+            "attends to a latent (MLA)": c.latent,
+            "scales queries by their position": c.position_scale,
+            "has layers of Gemma-4": c.branch_norms,
+        }
+        for feature in filter(features.get, features):
+            raise ValueError(
+                f"{settings.init} {feature}, and only heads of llama layers are trained here: "
+                "start from another head, or from none."
+            )
+        if c.lm_head_source == "target_rows":  # they are learnt
+            student.head.config = replace(c, lm_head_source="file")
+        if size == len(own):
+            return student
+    ids = resized_vocabulary(examples.train, own, size, vocab_size)
     if student is None:
-        size = size or min(DEFAULT_VOCABULARY, vocab_size)
-        ids = resized_vocabulary(examples.train, np.array([], np.int32), size, vocab_size)
         return fresh_student(model, config, ids, settings)
-    c = student.head.config
-    features = {
-        "has parallel heads": c.num_parallel_heads > 0,
-        "attends to a latent (MLA)": c.latent is not None,
-        "scales queries by their position": c.position_scale is not None,
-        "has layers of Gemma-4": c.branch_norms or c.values != "projected",
-    }
-    for feature in (name for name, holds in features.items() if holds):
-        raise ValueError(
-            f"{settings.init} {feature}, and only heads of llama layers are trained here: start "
-            "from another head, or from none."
-        )
-    if c.lm_head_source == "target_rows":  # they are learnt
-        student.head.config = replace(c, lm_head_source="file")
-    if size in (None, len(student.ids)):
-        return student
-    ids = resized_vocabulary(examples.train, np.array(student.ids), size, vocab_size)
     return resized(student, model, ids)
 
 

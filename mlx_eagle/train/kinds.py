@@ -28,7 +28,7 @@ from .given import Given, open_given
 from .memory import NeedsOf, needs_of
 from .recipe import Recipe
 from .settings import MIXED, TrainSettings
-from .student import FRESH, Student, write_fresh
+from .student import FRESH, Student, fresh_block, write_fresh
 
 LORA_RATE = 2e-4  # learning rate of lora, whatever the kind
 FRESH_RATE = 6e-4  # learning rate of a fresh drafter of blocks
@@ -232,26 +232,25 @@ def filled(settings: TrainSettings, kind: str) -> TrainSettings:
     return found
 
 
-def train_only(head: nn.Module, is_wanted: Callable[[str], bool]) -> None:
-    """Freeze all parameters of a head but those whose names are wanted."""
-    head.freeze()
-    for path, module in head.named_modules():
-        wanted = [key for key in module if is_wanted(f"{path}.{key}".lstrip("."))]
-        module.unfreeze(recurse=False, keys=wanted)
-
-
-def add_lora(head: nn.Module, is_wanted: Callable[[str], bool], rank: int, scale: float) -> None:
-    """Put matrices of that rank beside every matrix that is wanted, and train only these.
+def train_only(settings: TrainSettings, head: nn.Module, wanted: set[str]) -> None:
+    """Freeze all but the wanted parameters; with lora all but the matrices put beside these.
 
     Hu et al. 2021, arXiv:2106.09685. The layers are mlx-lm's.
     """
-    found = [
-        (path, LoRALinear.from_base(module, r=rank, scale=scale))
-        for path, module in head.named_modules()
-        if isinstance(module, nn.Linear | nn.QuantizedLinear) and is_wanted(f"{path}.weight")
-    ]
-    head.update_modules(tree_unflatten(found))
-    train_only(head, lambda name: name.endswith(("lora_a", "lora_b")))
+    if settings.fine_tune_type == "lora":
+        added = {
+            path: LoRALinear.from_base(module, settings.lora_rank, scale=settings.lora_scale)
+            for path, module in head.named_modules()
+            if isinstance(module, nn.Linear | nn.QuantizedLinear)
+            and f"{path}.weight" in wanted
+            and path.split(".")[0] not in WHOLE
+        }
+        head.update_modules(tree_unflatten(list(added.items())))
+        wanted = {f"{path}.{part}" for path in added for part in ("lora_a", "lora_b")}
+    head.freeze()
+    for path, module in head.named_modules():
+        keys = [key for key in module if f"{path}.{key}".lstrip(".") in wanted]
+        module.unfreeze(recurse=False, keys=keys)
 
 
 def student_of(settings: TrainSettings, given: Given, model: nn.Module) -> Student:
@@ -259,8 +258,7 @@ def student_of(settings: TrainSettings, given: Given, model: nn.Module) -> Stude
     row = TRAINED[settings.kind]
     drafter = given.load(model, mx.float32)
     head = drafter.head
-    is_lora = settings.fine_tune_type == "lora"
-    if not is_lora:
+    if settings.fine_tune_type == "full":
         dequantize_model(head)
     names = {name for name, _ in tree_flatten(head.parameters())}
     wanted = {name for name in names if not any(part in name for part in row.frozen)}
@@ -268,10 +266,7 @@ def student_of(settings: TrainSettings, given: Given, model: nn.Module) -> Stude
         wanted &= row.names(given.published, head, model)
     for flag, part in row.more.items():
         wanted |= {name for name in names if part in name and getattr(settings, flag)}
-    train_only(head, wanted.__contains__)
-    if is_lora:
-        matrices = {name for name in wanted if name.split(".")[0] not in WHOLE}
-        add_lora(head, matrices.__contains__, settings.lora_rank, settings.lora_scale)
+    train_only(settings, head, wanted)
     embedding, vocab_size = find_embedding(model)
     dtype = activation_dtype(embedding)
     trained = {name for name, _ in tree_flatten(head.trainable_parameters())}
@@ -299,18 +294,6 @@ def needs_for(settings: TrainSettings, student: Student, told: int = 0) -> Needs
     return partial(estimate, blocks=settings.anchors, **sizes)
 
 
-def warn_of_few(settings: TrainSettings, examples: Examples) -> None:
-    """Say that a fresh drafter of blocks needs more answers, and where there are others."""
-    num = sum(example.num_answer for example in examples.train)
-    if num < ENOUGH and is_first():
-        name, published = drafters_for([settings.model])
-        known = f", such as {' or '.join(published[:3])} for {name}" if published else ""
-        print(
-            f"Warning: {num} tokens of answers are few for a fresh drafter of blocks, which wants "
-            f"{ENOUGH / 1e6:.0f} million and more: begin with a published one by --init{known}."
-        )
-
-
 def with_mask(
     settings: TrainSettings, given: Given | None, tokenizer: TokenizerWrapper, vocab_size: int
 ) -> TrainSettings:
@@ -319,23 +302,24 @@ def with_mask(
     It is the last row of the embedding that names no token, if none is given. Raises ValueError
     if there is none, or if the given drafter keeps its own.
     """
-    own = settings.mask_token_id
+    token = settings.mask_token_id
     if "mask_token_id" not in TRAINED[settings.kind].flags:
         return settings
     if given is not None and given.kind == settings.kind:
-        if own is not None:
+        if token is not None:
             raise ValueError(KEPT.format("--mask-token-id"))
         return settings
-    known = set(tokenizer.get_vocab().values())
-    free = [own] if own is not None else sorted(set(range(vocab_size)) - known)
-    reserved = {tokenizer.pad_token_id, *tokenizer.eos_token_ids}
-    if not free or free[-1] in reserved or free[-1] >= vocab_size:
-        found = "every row of the embedding is a token" if own is None else f"{own} cannot be"
+    found = f"{token} cannot be"
+    if token is None:
+        found = "every row of the embedding is a token"
+        free = set(range(vocab_size)) - set(tokenizer.get_vocab().values())
+        token = max(free, default=vocab_size)
+    if token >= vocab_size or token in {tokenizer.pad_token_id, *tokenizer.eos_token_ids}:
         raise ValueError(
             f"{found}, and masked slots need one that no text has: name a token below "
             f"{vocab_size} by --mask-token-id, neither padding nor an end of text."
         )
-    return replace(settings, mask_token_id=free[-1])
+    return replace(settings, mask_token_id=token)
 
 
 def begin(
@@ -350,9 +334,18 @@ def begin(
     if given is None and settings.kind in FRESH:
         scratch = tempfile.TemporaryDirectory(prefix="mlx-eagle-")
         folder = Path(scratch.name) / "fresh"
-        write_fresh(folder, settings, model, config)
+        head = fresh_block(settings, model, config)
+        write_fresh(folder, settings.kind, head, settings.seed)
         given = replace(open_given(str(folder), settings.model), scratch=scratch)
-        warn_of_few(settings, examples)
+        num = sum(example.num_answer for example in examples.train)
+        if num < ENOUGH and is_first():
+            name, published = drafters_for([settings.model])
+            known = f", such as {' or '.join(published[:3])} for {name}" if published else ""
+            print(
+                f"Warning: {num} tokens of answers are few for a fresh drafter of blocks, which "
+                f"wants {ENOUGH / 1e6:.0f} million and more: begin with a published one by --init"
+                f"{known}."
+            )
     student = None if given is None else student_of(settings, given, model)
     more = []
     if row.make_student is not None:

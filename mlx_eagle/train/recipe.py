@@ -2,7 +2,6 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -13,16 +12,14 @@ from mlx_lm.tuner.lora import LoRALinear
 from mlx_lm.utils import dequantize_model
 
 from ..convert.checkpoint import DraftCheckpoint
-from ..convert.layouts import HeadFiles
-from ..drafters.folder import read_weights, write_files
+from ..convert.layouts import HeadFiles, places_of
+from ..drafters.folder import read_weights
 from ..drafters.kinds import KINDS, kind_of
 from ..drafters.quantize import Quantization
 from .batches import TokenBatch
 from .given import Given
 from .settings import TrainSettings
 from .student import Student
-
-PUBLISHED = "published"  # folder in the output with the drafter in the layout that it came in
 
 
 class Recipe(ABC):
@@ -81,16 +78,6 @@ class Recipe(ABC):
     def published(self) -> HeadFiles | None:
         """Return config and tensors in the layout that the drafter came in, None without one."""
 
-    def write_published(self, folder: Path) -> str:
-        """Write that layout into a part of ``folder``; return its place, "" without one."""
-        found = self.published()
-        if found is None:
-            return ""
-        to = folder / PUBLISHED
-        to.mkdir(exist_ok=True)
-        write_files(to, *found, layout="pt")
-        return str(to)
-
 
 class GivenRecipe(Recipe):
     """A recipe of drafters that are given, and written again in the forms that they came in."""
@@ -100,8 +87,7 @@ class GivenRecipe(Recipe):
     def published_names(self, checkpoint: DraftCheckpoint) -> Mapping[str, str]:
         """Return the published name of each parameter that is trained."""
         _, own = KINDS[self.given.kind].convert(checkpoint.tensors, checkpoint.config)
-        names = {id(tensor): name for name, tensor in checkpoint.tensors.items()}
-        return {name: names[id(tensor)] for name, tensor in own.items() if id(tensor) in names}
+        return places_of(checkpoint, own)
 
     def published_parts(
         self, names: Mapping[str, str], own: str, change: mx.array

@@ -18,7 +18,7 @@ from ..drafters.dflash2 import DFlash2Config, DFlash2Head
 from ..drafters.dspark import DSparkConfig, DSparkHead
 from ..drafters.folder import write_files
 from ..drafters.head import Eagle3Head
-from ..drafters.target_parts import activation_dtype, find_embedding, rows_of_lm_head
+from ..drafters.target_parts import activation_dtype, find_embedding, rows_of_lm_head, sizes_of
 from .settings import TrainSettings
 
 LAYERS = 5  # of a fresh drafter of blocks, and of the target that it taps
@@ -70,24 +70,22 @@ def fresh_student(
     target. The random numbers are MLX's: seed them first. Raises ValueError if the target is too
     shallow for the taps.
     """
-    embedding, vocab_size = find_embedding(model)
+    embedding, _ = find_embedding(model)
     num_layers = len(model.layers)
     ids = mx.array(drafted)
     own_taps = tuple(settings.aux_layers or ()) or fitting_taps(num_layers)
-    sizes = target_sizes(model_config, embedding, settings)
+    sizes = target_sizes(settings, model, model_config, num_layers=1)
     rope = {"type": "default", "theta": sizes.pop("rope_theta"), "dims": None, "scaling": None}
     config = Eagle3Config(
         **sizes,
         target_hidden_size=sizes["hidden_size"],
-        num_layers=settings.num_layers or 1,
-        vocab_size=vocab_size,
         draft_vocab_size=len(drafted),
         max_position_embeddings=max(2048, settings.max_seq_length),
         num_aux=len(own_taps) if own_taps else 3,
         aux_boundary_ids=own_taps,
         aux_ids_source="mlx_eagle.train" if own_taps else "default",
         rope=rope,
-        has_d2t=len(drafted) < vocab_size,
+        has_d2t=len(drafted) < sizes["vocab_size"],
         family="mlx-eagle",
     )
     taps = config.taps(num_layers)
@@ -98,8 +96,7 @@ def fresh_student(
         )
     head = Eagle3Head(config)
     rows = rows_of_lm_head(model, embedding, ids)
-    if rows["lm_head.weight"].shape == head.lm_head.weight.shape:
-        head.load_weights(list(rows.items()), strict=False)
+    head.load_weights(list(rows.items()), strict=False)
     head.set_dtype(mx.float32)
     mx.eval(head.parameters())
     return Student(head, embedding, taps, ids, activation_dtype(embedding))
@@ -117,15 +114,21 @@ def fitting_taps(num_layers: int) -> tuple[int, ...] | None:
 
 
 def target_sizes(
-    config: Mapping[str, Any], embed: Callable[[mx.array], mx.array], settings: TrainSettings
+    settings: TrainSettings, model: nn.Module, config: Mapping[str, Any], num_layers: int
 ) -> dict[str, Any]:
-    """Return the sizes that fresh drafters take from a target, of its ``config.json``."""
+    """Return the sizes that fresh drafters take from a target, of its ``config.json``.
+
+    They have ``num_layers``, if the settings do not say otherwise.
+    """
     text = config.get("text_config") or config
-    size = int(embed(mx.array([0])).shape[-1])
+    own = sizes_of(model)
+    size = own.hidden_size
     num_heads = text.get("num_attention_heads") or max(1, size // 64)
     rope = text.get("rope_parameters") or {}
     width = settings.intermediate_size or text.get("intermediate_size") or 4 * size
     return {
+        "num_layers": settings.num_layers or num_layers,
+        "vocab_size": own.vocab_size,
         "hidden_size": size,
         "num_heads": num_heads,
         "num_kv_heads": text.get("num_key_value_heads") or num_heads,
@@ -136,37 +139,34 @@ def target_sizes(
     }
 
 
-def block_fields(
+def fresh_block(
     settings: TrainSettings, model: nn.Module, model_config: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return the fields of a new drafter's ``BlockConfig``, with the target's sizes."""
-    embedding, vocab_size = find_embedding(model)
+) -> DFlashHead:
+    """Make a drafter of blocks with the target's sizes, whose arrays say nothing yet."""
+    make_config, make_head, _, more = FRESH[str(settings.kind)]
+    sizes = target_sizes(settings, model, model_config, num_layers=LAYERS)
     depth = len(model.layers)
-    layers = [round(1 + i * max(0, depth - 4) / max(1, LAYERS - 1)) for i in range(LAYERS)]
-    return target_sizes(model_config, embedding, settings) | {
-        "num_layers": settings.num_layers or LAYERS,
-        "vocab_size": vocab_size,
-        "draft_vocab_size": vocab_size,
-        "taps": tuple(sorted({min(layer, depth - 1) + 1 for layer in layers})),
-        "mask_token_id": settings.mask_token_id,
-        "block_size": settings.block_size or BLOCK,
-    }
+    layers = [round(1 + i * max(0, depth - 4) / (LAYERS - 1)) for i in range(LAYERS)]
+    config = make_config(
+        **sizes,
+        **more(min(RANK, sizes["hidden_size"])),
+        draft_vocab_size=sizes["vocab_size"],
+        taps=tuple(sorted({min(layer, depth - 1) + 1 for layer in layers})),
+        mask_token_id=settings.mask_token_id,
+        block_size=settings.block_size or BLOCK,
+    )
+    head: DFlashHead = make_head(config)
+    return head
 
 
-def write_fresh(
-    folder: Path, settings: TrainSettings, model: nn.Module, model_config: Mapping[str, Any]
-) -> None:
+def write_fresh(folder: Path, kind: str, head: DFlashHead, seed: int) -> None:
     """Write a new drafter of blocks into ``folder``, as it would be published.
 
-    Its matrices are random, by the seed; its convolutions change nothing.
+    Its matrices are random, its norms 1, and its convolutions change nothing.
     """
-    make_config, make_head, values, more = FRESH[str(settings.kind)]
-    sizes = block_fields(settings, model, model_config)
-    config = make_config(**sizes, **more(min(RANK, sizes["hidden_size"])))
-    parameters = tree_flatten(make_head(config).parameters())
-    keys = mx.random.split(mx.random.key(settings.seed), 1000)
+    keys = mx.random.split(mx.random.key(seed), 1000)
     arrays = {}
-    for key, (name, array) in zip(keys, parameters, strict=False):
+    for key, (name, array) in zip(keys, tree_flatten(head.parameters()), strict=False):
         own = mx.ones(array.shape)
         if name.endswith("base_kernel"):
             own = own * (mx.arange(array.shape[1]) == 0)[:, None]
@@ -176,4 +176,4 @@ def write_fresh(
             own = SPREAD * mx.random.normal(array.shape, key=key)
         arrays[name] = own
     folder.mkdir()
-    write_files(folder, values(config), arrays, "pt")
+    write_files(folder, FRESH[kind][2](head.config), arrays, "pt")

@@ -241,7 +241,10 @@ class Trainer:
         write_files(output, config, weights)
         if settings.fine_tune_type == "lora":
             save_arrays(output / "adapters.safetensors", self._step.weights)
-        if there := recipe.write_published(output):
+        if published := recipe.published():
+            there = output / "published"
+            there.mkdir(exist_ok=True)
+            write_files(there, *published, layout="pt")
             log.say(f"As it is published, it is in {there}.")
         how = (recipe, self.tokenizer, self.examples.valid, stop)
         self.report.generated = generate_held_out(output, *how)

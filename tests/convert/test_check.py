@@ -17,7 +17,6 @@ from mlx_eagle.convert import check, pipeline
 from mlx_eagle.convert.__main__ import main
 from mlx_eagle.convert.check import DEPTHS, RESOLVED, Reading, Row
 from mlx_eagle.convert.checkpoint import open_checkpoint
-from mlx_eagle.convert.pipeline import SaveOptions
 from mlx_eagle.demo.pair import demo_target_path
 from mlx_eagle.drafters.config import Eagle3Config
 from mlx_eagle.drafters.head_weights import AttachedHead, attach_head
@@ -129,7 +128,7 @@ def row(name: str, level: float, flag: str | None = None) -> Row:
 
 def report(*others: Row, resolved: float = 0.5, baseline: float = 0.2) -> check.Report:
     sides = row("as resolved", resolved), row("pairing shifted", baseline)
-    return check.Report(sides[0], others, 6, 100, sides[1])
+    return check.Report(sides[0], others, 6, sides[1])
 
 
 def test_the_verdict():
@@ -253,9 +252,8 @@ def demo():
     model, tokenizer = mlx_lm.load(str(demo_target_path()))
     model = dequantize_model(model)
     model.set_dtype(mx.float32)
-    built = pipeline.build(
-        pipeline.prepare("eagle3", open_checkpoint(str(DEMO)), None), SaveOptions("float32")
-    )
+    unread = pipeline.prepare("eagle3", open_checkpoint(str(DEMO)), None)
+    built = pipeline.build(unread, "float32")
     answers, read, read_conversation = iter(recorded()), [], check.read_conversation
 
     def replay(prompt, model, max_tokens):
@@ -286,7 +284,7 @@ def test_the_recorded_answers_are_the_targets(demo):
 def test_the_right_setting_is_above_the_wrong_ones(demo):
     found, _, _, _ = demo
     right, wrong = found.resolved, {r.name: r for r in (*found.alternatives, found.baseline)}
-    assert found.winner is right and found.num_positions > 450
+    assert found.winner is right and found.entry()["num_positions"] > 450
     for name in ("rope base 100", "norm_before_residual on", "norm_output on", "pairing shifted"):
         assert right.is_better_than(wrong[name])
         assert sum(right.agreement) > sum(wrong[name].agreement) + 0.15

@@ -13,7 +13,6 @@ from mlx_lm.models import gemma4_text, qwen3, qwen3_5
 from true_configs import QWEN3_8B
 
 from mlx_eagle.drafters.assistant import Assistant, AssistantConfig, AssistantDrafter
-from mlx_eagle.drafters.block_config import BlockConfig
 from mlx_eagle.drafters.mtp import MTPDrafter, make_mtp_head
 from mlx_eagle.drafters.target_parts import find_embedding, lm_head_of
 from mlx_eagle.system.device import weight_bytes
@@ -23,7 +22,7 @@ from mlx_eagle.train.data import Example, Examples
 from mlx_eagle.train.kinds import TRAINED, filled, needs_for, student_of
 from mlx_eagle.train.memory import amount, fitting
 from mlx_eagle.train.settings import TrainSettings
-from mlx_eagle.train.student import Student, block_fields
+from mlx_eagle.train.student import Student, fresh_block
 
 PAGE = Path(__file__).parents[2] / "docs" / "pages" / "training.md"
 ROOM = 40e9  # bytes that can be used
@@ -67,7 +66,6 @@ E4B_ASSISTANT = AssistantConfig(
     centroid_top_k=32,
 )
 NAMES = {"mtp": "Qwen3.5-9B", "assistant": "Gemma 4 E4B"}
-MORE = {"dspark": {"markov_rank": 256, "confidence": "markov"}, "dflash2": {"selector_rank": 256}}
 
 
 def target_of(kind: str, bits: int) -> nn.Module:
@@ -89,11 +87,10 @@ def drafter_of(kind: str, model: nn.Module, settings: TrainSettings) -> Any:
         return MTPDrafter(make_mtp_head(model), model)
     if kind == "assistant":
         return AssistantDrafter(Assistant(E4B_ASSISTANT), model)
-    make_config, make_head, make_drafter = KINDS[kind]
-    fields = block_fields(settings, model, QWEN3_8B)
-    config: BlockConfig = make_config(**fields, **MORE.get(kind, {}))
+    _, _, make_drafter = KINDS[kind]
     embedding, _ = find_embedding(model)
-    return make_drafter(make_head(config), embedding, lm_head_of(model, embedding))
+    head = fresh_block(settings, model, QWEN3_8B)
+    return make_drafter(head, embedding, lm_head_of(model, embedding))
 
 
 def student_for(kind: str, model: nn.Module, settings: TrainSettings) -> Student:

@@ -32,7 +32,7 @@ from mlx_eagle.train.given import open_given
 from mlx_eagle.train.kinds import MADE_OF, TRAINED
 from mlx_eagle.train.optimizer import TrainStep
 from mlx_eagle.train.settings import TrainSettings
-from mlx_eagle.train.student import write_fresh
+from mlx_eagle.train.student import fresh_block, write_fresh
 
 BOUND = {"assistant": 5e-5}  # of all others 2e-5
 MORE = {
@@ -383,7 +383,8 @@ def test_a_fresh_head_of_blocks_learns(kind, refused, data, tmp_path):
     assert again.kind == kind
     if kind == "dflash2":  # nothing is mixed before it learns
         new = tmp_path / "new"
-        write_fresh(new, TrainSettings("", "", "", **options), model, SIZES)
+        head = fresh_block(TrainSettings("", "", "", **options), model, SIZES)
+        write_fresh(new, kind, head, seed=0)
         convolution = mx.load(str(new / "model.safetensors"))
         kernel = convolution["layers.1.mlp_conv.base_kernel"]
         assert kernel.shape == (2, 2, 64) and kernel[:, 0].min() == 1 and kernel[:, 1].max() == 0
