@@ -69,7 +69,6 @@ class TrainStep:
             (muon if is_muon else adamw).init_single(weight, self.moments[name])
         self.clock: Arrays = dict(adamw.state)  # the step and the learning rate, of both
         self.kept: Arrays = {}
-        self._run = mx.value_and_grad(self._loss)
 
     @property
     def state(self) -> Arrays:
@@ -107,8 +106,7 @@ class TrainStep:
         if rate is None or self.kept:
             for name in self.weights:
                 gradient = gradients.pop(name).astype(mx.float32)
-                kept = self.kept.pop(name, None)
-                self.kept[name] = gradient if kept is None else kept + gradient
+                self.kept[name] = self.kept.pop(name, 0.0) + gradient
                 mx.eval(self.kept[name])
             gradients = self.kept
         if rate is None:
@@ -123,19 +121,20 @@ class TrainStep:
 
         The gradients have the type that the head computes in.
         """
+        head = self._student.head
         dtype = self._student.dtype
-        weights = {name: weight.astype(dtype) for name, weight in self.weights.items()}
         embeddings = self._student.embed(tokens)
-        (_, losses), gradients = self._run(weights, embeddings, features, targets)
+
+        def loss(weights: Arrays) -> tuple[mx.array, mx.array]:
+            head.update(tree_unflatten(list(weights.items())))
+            losses = self._recipe.losses(head, embeddings, features, targets)
+            return (losses * self._recipe.weights).sum(), losses
+
+        weights = {name: weight.astype(dtype) for name, weight in self.weights.items()}
+        (_, losses), gradients = mx.value_and_grad(loss)(weights)
         mx.eval(losses, gradients)
         self.show()
         return losses, gradients
-
-    def _loss(self, weights: Arrays, *inputs: Any) -> tuple[mx.array, mx.array]:
-        head = self._student.head
-        head.update(tree_unflatten(list(weights.items())))
-        losses = self._recipe.losses(head, *inputs)
-        return (losses * self._recipe.weights).sum(), losses
 
     def _learn(self, gradients: Arrays, rate: float, parts: int) -> mx.array:
         """Make a step of the gradients of ``parts`` batches; return their norm (), not clipped.
@@ -151,8 +150,7 @@ class TrainStep:
             squares = squares + gradient.astype(mx.float32).square().sum()
             mx.eval(gradient, squares)
         norm = mx.sqrt(squares) / parts
-        most = self._recipe.settings.max_grad_norm
-        assert most is not None  # settings are filled in for their kind
+        most = self._recipe.settings.max_grad_norm or math.inf
         scale = mx.minimum(most / (norm + 1e-6), 1.0) / parts
         self.clock = {"step": self.clock["step"] + 1, "learning_rate": mx.array(rate)}
         for name in list(self.weights):

@@ -23,15 +23,10 @@ FREE = (
 """Settings that may change when a run resumes."""
 
 
-def parse_temperatures(text: str) -> tuple[float, ...]:
-    """Parse the value of a flag: 0,0.6,1 -> (0.0, 0.6, 1.0)."""
-    return tuple(read_number(float, part) for part in text.split(","))
-
-
 TEMPS: dict[str, Any] = {
     "text": "Temperatures at each of which every prompt is answered (default 0,0.6,1).",
     "default": (0.0, 0.6, 1.0),
-    "type": parse_temperatures,
+    "type": lambda text: tuple(read_number(float, part) for part in text.split(",")),
     "metavar": "T,T",
 }
 LAYERS: dict[str, Any] = {"type": layer_numbers, "metavar": "LAYERS"}

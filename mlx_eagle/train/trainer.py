@@ -91,9 +91,9 @@ class Trainer:
             f"{len(examples.valid)} are held out. It can draft {len(student.ids)} tokens, "
             f"{self._covered:.2%} of what the answers use."
         )
-        at = self.report.iteration
-        going_on = [f"Going on behind batch {at}."] if at else []
-        print(*examples.notes, *going_on, needs, sep="\n", flush=True)
+        if at := self.report.iteration:
+            needs = f"Going on behind batch {at}.\n{needs}"
+        print(*examples.notes, needs, sep="\n", flush=True)
 
     def restore(self, path: Path) -> None:
         """Resume from the checkpoint in that folder; ValueError if it belongs to another run."""
@@ -173,15 +173,9 @@ class Trainer:
         num_tokens = sum(len(self.examples.train[i].tokens) for i in numbers)
         self.report.trained_tokens += num_tokens
         self.report.losses = tuple(losses.tolist())
-        log.learnt(
-            number + 1,
-            losses,
-            num_tokens,
-            time.perf_counter() - begun,
-            learning_rate=rate,
-            grad_norm=norm.item(),
-            trained_tokens=self.report.trained_tokens,
-        )
+        figures = {"learning_rate": rate, "grad_norm": norm.item()}
+        figures["trained_tokens"] = self.report.trained_tokens
+        log.learnt(number + 1, losses, num_tokens, time.perf_counter() - begun, **figures)
 
     def _check(self, losses: np.ndarray, norm: mx.array) -> None:
         """Raise ValueError if the last batch has spoilt the weights."""
