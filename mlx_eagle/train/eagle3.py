@@ -13,6 +13,7 @@ from mlx.utils import tree_flatten
 
 from ..convert.layouts import HeadFiles, as_it_came, as_speculators_do
 from ..drafters.head_weights import split_weights
+from ..drafters.quantize import packed
 from ..drafters.target_parts import find_embedding, rows_of_lm_head
 from ..system.ranks import is_first
 from .batches import TokenBatch
@@ -75,7 +76,8 @@ class Eagle3Recipe(Recipe):
         values = config.to_dict() | dict(notes)
         arrays = self._stored(student.head.parameters(), dtype)
         if is_final:
-            values, arrays = self.packed(values, arrays, (f"{EMBEDDING}weight",))
+            never = (f"{EMBEDDING}weight",)
+            values, arrays = packed(values, arrays, self.quantization, never)
         if config.has_d2t:
             arrays["d2t"] = student.ids - mx.arange(len(student.ids), dtype=mx.int32)
         return values, arrays
