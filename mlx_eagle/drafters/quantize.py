@@ -97,20 +97,6 @@ class Quantization:
         most = {"group_size": self.group_size, "bits": self.bits or USUAL_BITS}
         return most | {path: own or False for path, own in chosen.items() if own != most}
 
-    def pack_all(
-        self, arrays: Mapping[str, mx.array], never: tuple[str, ...]
-    ) -> tuple[dict[str, Any], dict[str, mx.array]]:
-        """The entry ``quantization``, and arrays whose matrices are packed.
-
-        Those stay as they are whose names end in ``never``.
-        """
-        chosen = self.choose(shapes_of_matrices(arrays, never))
-        stored: dict[str, mx.array] = {}
-        for name, array in arrays.items():
-            packing = chosen.get(name.removesuffix(".weight"))
-            stored |= pack(name, array, packing) if packing else {name: array}
-        return self.entry(chosen), stored
-
 
 def shapes_of_matrices(
     tensors: Mapping[str, Any], never: tuple[str, ...] = ()
@@ -147,6 +133,23 @@ def pack(name: str, weight: mx.array, packing: Packing) -> dict[str, mx.array]:
         weight, packing["group_size"], packing["bits"], stream=mx.cpu
     )
     return {name: packed, f"{path}.scales": scales, f"{path}.biases": biases}
+
+
+def packed(
+    config: dict[str, Any],
+    arrays: dict[str, mx.array],
+    quantization: Quantization | None,
+    never: tuple[str, ...],
+) -> tuple[dict[str, Any], dict[str, mx.array]]:
+    """Config and arrays of a converted folder, quantized but for names that end in ``never``."""
+    if quantization is None:
+        return config, arrays
+    chosen = quantization.choose(shapes_of_matrices(arrays, never))
+    stored: dict[str, mx.array] = {}
+    for name, array in arrays.items():
+        packing = chosen.get(name.removesuffix(".weight"))
+        stored |= pack(name, array, packing) if packing else {name: array}
+    return config | {"quantization": quantization.entry(chosen)}, stored
 
 
 def usual_quantization(target: nn.Module, machine: Machine | None = None) -> Quantization | None:

@@ -14,6 +14,7 @@ from mlx.utils import tree_flatten
 
 from ..convert.layouts import HeadFiles, as_it_came, as_speculators_do
 from ..drafters.head_weights import split_weights
+from ..drafters.quantize import packed
 from ..drafters.target_parts import find_embedding, rows_of_lm_head
 from ..system.ranks import is_first
 from .batches import TokenBatch
@@ -30,6 +31,13 @@ from .teacher import Teacher, cache_name
 from .unroll import unroll
 
 DEFAULT_VOCABULARY = 32000  # tokens, as in published heads
+UNTRAINED = {
+    "num_parallel_heads": "has parallel heads",
+    "latent": "attends to a latent (MLA)",
+    "position_scale": "scales queries by their position",
+    "branch_norms": "has layers of Gemma-4",
+}
+"""Fields of heads that are more than llama layers, and words for these."""
 EMBEDDING = "embed_tokens."  # of names of a head's own table, which only P-EAGLE heads learn
 
 
@@ -110,7 +118,8 @@ class Eagle3Recipe(ChainRecipe):
         values = config.to_dict() | dict(notes)
         arrays = self._stored(student.head.parameters(), dtype)
         if is_final:
-            values, arrays = self.packed(values, arrays, (f"{EMBEDDING}weight",))
+            never = (f"{EMBEDDING}weight",)
+            values, arrays = packed(values, arrays, self.quantization, never)
         if config.has_d2t:
             arrays["d2t"] = student.ids - mx.arange(len(student.ids), dtype=mx.int32)
         return values, arrays
@@ -145,16 +154,10 @@ def make_student(
     size = settings.draft_vocab_size or len(own) or min(DEFAULT_VOCABULARY, vocab_size)
     if student is not None:
         c = student.head.config
-        features = {
-            "has parallel heads": c.num_parallel_heads,
-            "attends to a latent (MLA)": c.latent,
-            "scales queries by their position": c.position_scale,
-            "has layers of Gemma-4": c.branch_norms,
-        }
-        for feature in filter(features.get, features):
+        for what in (words for name, words in UNTRAINED.items() if getattr(c, name)):
             raise ValueError(
-                f"{settings.init} {feature}, and only heads of llama layers are trained here: "
-                "start from another head, or from none."
+                f"{settings.init} {what}, and only heads of llama layers are trained here: start "
+                "from another head, or from none."
             )
         if c.lm_head_source == "target_rows":  # they are learnt
             student.head.config = replace(c, lm_head_source="file")

@@ -67,11 +67,9 @@ class TrainedKind:
 
 
 LORA = ("fine_tune_type", "lora_rank", "lora_scale")
-EAGLE = (
-    "draft_vocab_size", "aux_layers", "intermediate_size", "cache_features", "cache_bits",
-    "num_layers",
-)  # fmt: skip
-SHAPE = ("block_size", "num_layers", "intermediate_size")
+SIZES = ("num_layers", "intermediate_size")
+EAGLE = (*SIZES, "draft_vocab_size", "aux_layers", "cache_features", "cache_bits")
+SHAPE = (*SIZES, "block_size")
 GO_WITH = {
     "gamma": ("position_weights", "decay"),
     "lora_rank": ("fine_tune_type", "lora"),

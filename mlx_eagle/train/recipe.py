@@ -15,7 +15,7 @@ from ..convert.checkpoint import DraftCheckpoint
 from ..convert.layouts import HeadFiles, places_of
 from ..drafters.folder import read_weights
 from ..drafters.kinds import KINDS, kind_of
-from ..drafters.quantize import Quantization
+from ..drafters.quantize import Quantization, packed
 from .batches import TokenBatch
 from .given import Given
 from .settings import TrainSettings
@@ -36,6 +36,8 @@ class Recipe(ABC):
         self.student = student
         self.model = model
         self.given = given
+        packing = (settings.q_bits, settings.q_group_size)
+        self.quantization = Quantization(*packing) if settings.quantize else None
         self.depth = settings.num_steps
         self.weights = settings.step_weights
 
@@ -63,16 +65,6 @@ class Recipe(ABC):
         What is learnt is in float32, but in the ``is_final`` head in the type that it is used in,
         and quantized if that is asked for.
         """
-
-    def packed(
-        self, config: dict[str, Any], arrays: dict[str, mx.array], never: tuple[str, ...]
-    ) -> HeadFiles:
-        """Quantize matrices if that is asked for, but those whose names end in ``never``."""
-        if not self.settings.quantize:
-            return config, arrays
-        quantization = Quantization(self.settings.q_bits, self.settings.q_group_size)
-        entry, arrays = quantization.pack_all(arrays, never)
-        return config | {"quantization": entry}, arrays
 
     @abstractmethod
     def published(self) -> HeadFiles | None:
@@ -134,7 +126,8 @@ class GivenRecipe(Recipe):
             arrays[name] = array.astype(stored.dtype) if is_final else array
         config, arrays = self.to_write(config, arrays)
         if is_final:
-            config, arrays = self.packed(config, arrays, KINDS[self.given.kind].never_quantized)
+            never = KINDS[self.given.kind].never_quantized
+            config, arrays = packed(config, arrays, self.quantization, never)
         return config | dict(notes), arrays
 
     def published(self) -> HeadFiles | None:

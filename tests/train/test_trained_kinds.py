@@ -284,6 +284,7 @@ REFUSED = {
         {"init": "mtp", "train_experts": True, "fine_tune_type": "lora"},
         "--train-experts trains whole matrices",
     ),
+    "bits": ({"init": "mtp", "quantize": True, "q_bits": 7}, "cannot quantize to 7 bits"),
     "block": ({"init": "dflash", "block_size": 4}, "--block-size is of fresh drafters"),
     "no words": (
         {"init": "dflash", "max_seq_length": 8},
