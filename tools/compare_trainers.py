@@ -39,7 +39,7 @@ from mlx_eagle.train.batches import BatchOrder, TokenBatch, make_batch
 from mlx_eagle.train.data import read_data, read_examples
 from mlx_eagle.train.evaluation import Evaluation, evaluate
 from mlx_eagle.train.given import open_given
-from mlx_eagle.train.kinds import begin, filled
+from mlx_eagle.train.kinds import TRAINED, begin, filled
 from mlx_eagle.train.optimizer import BETAS, TrainStep, learning_rate
 from mlx_eagle.train.settings import TrainSettings
 from mlx_eagle.train.student import Student
@@ -175,8 +175,8 @@ def compare(settings: TrainSettings, report=lambda line: None) -> Comparison:
         rows = regenerate(rows, answers, model, tokenizer, settings.answers())
     examples = read_examples(rows, tokenizer, config["vocab_size"], settings.max_seq_length)
     given = None if settings.init is None else open_given(settings.init, settings.model)
-    student, make_recipe = begin(settings, given, model, config, examples)
-    recipe = make_recipe(settings)
+    student, given = begin(settings, given, model, config, examples)
+    recipe = TRAINED[settings.kind].recipe(settings, student, model, given)
 
     def evaluation() -> Evaluation:
         return evaluate(recipe, examples.valid, settings.batch_size)

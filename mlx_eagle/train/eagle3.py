@@ -1,9 +1,7 @@
 """Training of EAGLE heads by a training-time test; see ``losses.py`` and ``unroll.py``."""
 
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -16,7 +14,6 @@ from ..convert.layouts import HeadFiles, as_it_came, as_speculators_do
 from ..drafters.head_weights import split_weights
 from ..drafters.quantize import packed
 from ..drafters.target_parts import find_embedding, rows_of_lm_head
-from ..system.ranks import is_first
 from .batches import TokenBatch
 from .chains import ChainRecipe, ChainTargets, chain_targets
 from .chunks import Arrays
@@ -24,10 +21,9 @@ from .data import Examples
 from .draft_vocabulary import resized, resized_vocabulary
 from .given import Given
 from .losses import acceptance_loss
-from .memory import amount
-from .settings import CACHE_BITS, TrainSettings
+from .settings import TrainSettings
 from .student import Student, fresh_student
-from .teacher import Teacher, cache_name
+from .teacher import Teacher
 from .unroll import unroll
 
 DEFAULT_VOCABULARY = 32000  # tokens, as in published heads
@@ -49,14 +45,11 @@ class Eagle3Recipe(ChainRecipe):
     """
 
     def __init__(
-        self,
-        settings: TrainSettings,
-        student: Student,
-        model: nn.Module,
-        given: Given | None,
-        examples: Examples,
+        self, settings: TrainSettings, student: Student, model: nn.Module, given: Given | None
     ):
-        teacher = make_teacher(settings, model, student, examples)
+        if not student.taps:
+            raise ValueError("the head taps no layer of the target, so it cannot be taught.")
+        teacher = Teacher(model, student.taps, student.ids)
         super().__init__(settings, student, model, given, teacher)
         self._ids = np.array(student.ids)
 
@@ -167,30 +160,3 @@ def make_student(
     if student is None:
         return fresh_student(model, config, ids, settings)
     return resized(student, model, ids)
-
-
-def make_teacher(
-    settings: TrainSettings, model: nn.Module, student: Student, examples: Examples
-) -> Teacher:
-    """Make the teacher, with its cache if one is asked for and there is room for it."""
-    if not student.taps:
-        raise ValueError("the head taps no layer of the target, so it cannot be taught.")
-    teacher = Teacher(model, student.taps, student.ids)
-    if settings.cache_features is None:
-        return teacher
-    bits = settings.cache_bits
-    name = cache_name(examples, model, student.taps, bits)
-    cache = Path(settings.cache_features).expanduser() / name
-    cache.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(cache).free
-    needed = teacher.cache_bytes(examples.train, bits)
-    taken = f"{cache} takes up to {amount(needed)}, and {amount(free)} are free"
-    if needed > free and not any(cache.iterdir()):
-        way_on = "leave out --cache-features"
-        if teacher.cache_bytes(examples.train, CACHE_BITS) <= free:
-            way_on = f"give --cache-bits {CACHE_BITS}, or {way_on}"
-        raise ValueError(f"{taken}: {way_on}.")
-    if is_first():
-        print(f"{taken}.")
-    teacher.keep_in(cache, bits)
-    return teacher

@@ -46,8 +46,7 @@ class TrainedKind:
     have, ``losses`` those it can be given. Parameters with a ``frozen`` part in their names are
     not trained, nor those that are not among the ``names`` of published ones, where a kind knows
     these. ``more`` are settings that have parameters trained, too, with a part of their names.
-    EAGLE heads have a ``make_student`` that makes a fresh student or changes the given one, and
-    their recipes take the examples, too.
+    EAGLE heads have a ``make_student`` that makes a fresh student or changes the given one.
     """
 
     recipe: Callable[..., Recipe]
@@ -322,8 +321,8 @@ def begin(
     model: nn.Module,
     config: dict[str, Any],
     examples: Examples,
-) -> tuple[Student, Callable[[TrainSettings], Recipe]]:
-    """Make the student, and a function that makes its recipe once the settings are final."""
+) -> tuple[Student, Given | None]:
+    """Make the student; return the drafter, too, that it begins with, unless it is made here."""
     row = TRAINED[settings.kind]
     if given is None and settings.kind in FRESH:
         scratch = tempfile.TemporaryDirectory(prefix="mlx-eagle-")
@@ -341,9 +340,7 @@ def begin(
                 f"{known}."
             )
     student = None if given is None else student_of(settings, given, model)
-    more = []
     if row.make_student is not None:
         student = row.make_student(settings, student, model, config, examples)
-        more = [examples]
     assert student is not None
-    return student, lambda final: row.recipe(final, student, model, given, *more)
+    return student, given

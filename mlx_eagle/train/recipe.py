@@ -26,8 +26,11 @@ class Recipe(ABC):
     """A student, what its target tells of a batch, and its losses.
 
     ``depth`` is the length of its drafts in evaluations, ``weights`` (terms,) are those of its
-    losses. ``given`` is the drafter that the run began with, None for a fresh EAGLE head.
+    losses. ``given`` is the drafter that the run began with, None for a fresh EAGLE head. The
+    ``teacher`` is the frozen target.
     """
+
+    teacher: Any
 
     def __init__(
         self, settings: TrainSettings, student: Student, model: nn.Module, given: Given | None

@@ -4,6 +4,7 @@ They are kept for the batch only, or in a folder for several epochs.
 """
 
 import hashlib
+import shutil
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -21,11 +22,14 @@ from ..drafters.target_parts import find_embedding, lm_head_of
 from ..system.atomic_folder import new_file
 from ..system.hub import locate
 from ..system.loading import load, read_json
+from ..system.ranks import is_first
 from ..system.safetensors import save_arrays
 from ..target_model.target import Target
 from .batches import TokenBatch
 from .chunks import eval_in_chunks
-from .data import Example, Examples
+from .data import Examples
+from .memory import amount
+from .settings import CACHE_BITS
 
 ROWS_AT_ONCE = 2048  # positions in a pass
 SAMPLES = 1024  # numbers of each of the target's arrays, at least, by which it is known again
@@ -94,6 +98,7 @@ class Teacher:
     """
 
     def __init__(self, model: nn.Module, taps: Sequence[int], ids: mx.array | None = None):
+        self._taps = tuple(taps)
         self._cache: Path | None = None
         self._bits: int | None = None
         embedding, _ = find_embedding(model)
@@ -113,7 +118,7 @@ class Teacher:
             self.whole: Output = lambda x: capped(scale * product(x), cap)
             self.output: Output = lambda x: capped(scale * drafted(x), cap)
         else:
-            self._target = Target(model, tuple(taps))
+            self._target = Target(model, self._taps)
             logits, _, _ = self._target.logits_at(rows[None], rows)
             self.width = logits.shape[-1]
             self.whole = nn.Identity()
@@ -153,17 +158,29 @@ class Teacher:
         drafted, whole = (mx.logsumexp(logits, axis=-1) for logits in each)
         return mx.exp(drafted - whole)
 
-    def keep_in(self, cache: Path, bits: int | None = None) -> None:
-        """Keep what is read in the folder ``cache``, in ``bits`` bits a number or as it is."""
-        self._cache = cache
-        self._bits = bits
+    def keep_in(self, folder: str, examples: Examples, bits: int | None = None) -> None:
+        """Keep what is read of these texts in a part of ``folder``, in ``bits`` bits a number.
 
-    def cache_bytes(self, examples: Sequence[Example], bits: int | None) -> int:
-        """Return the bytes that a cache of these sequences takes at most."""
+        None keeps it as it is. Raises ValueError if there is no room for it.
+        """
         told = self.features(np.zeros((1, 1), np.int32))
+        numbers = told.size * sum(len(x.tokens) for x in examples.train)
         # In fewer bits, the numbers of a group share a scale and a bias.
-        number = told.itemsize if bits is None else bits / 8 + 2 * told.itemsize / GROUP
-        return int(sum(len(x.tokens) for x in examples) * told.size * number)
+        packed = CACHE_BITS / 8 + 2 * told.itemsize / GROUP
+        name = cache_name(examples, self._target.model, self._taps, bits)
+        self._bits = bits
+        self._cache = Path(folder).expanduser() / name
+        self._cache.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(self._cache).free
+        needed = numbers * (told.itemsize if bits is None else packed)
+        taken = f"{self._cache} takes up to {amount(needed)}, and {amount(free)} are free"
+        if needed > free and not any(self._cache.iterdir()):
+            way_on = "leave out --cache-features"
+            if numbers * packed <= free:
+                way_on = f"give --cache-bits {CACHE_BITS}, or {way_on}"
+            raise ValueError(f"{taken}: {way_on}.")
+        if is_first():
+            print(f"{taken}.")
 
     def read(self, batch: TokenBatch) -> mx.array:
         """Return the features of a batch, from the cache if it has them, or from the target.

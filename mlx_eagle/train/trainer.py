@@ -299,10 +299,14 @@ def _run(settings: TrainSettings, checkpoints: Checkpoints) -> TrainReport:
     examples = read_examples(
         data, tokenizer, vocab_size, settings.max_seq_length, settings.mask_prompt
     )
-    student, make_recipe = begin(settings, given, model, config, examples)
-    estimate = partial(TRAINED[settings.kind].needs, told=Teacher(model, ()).width)
+    student, given = begin(settings, given, model, config, examples)
+    row = TRAINED[settings.kind]
+    estimate = partial(row.needs, told=Teacher(model, ()).width)
     settings, needs = fitting(settings, student, weight_bytes(model), examples, estimate)
-    trainer = Trainer(make_recipe(settings), tokenizer, examples, checkpoints)
+    recipe = row.recipe(settings, student, model, given)
+    if settings.cache_features is not None:
+        recipe.teacher.keep_in(settings.cache_features, examples, settings.cache_bits)
+    trainer = Trainer(recipe, tokenizer, examples, checkpoints)
     if found is not None:
         trainer.restore(found)
     if is_first():

@@ -273,7 +273,7 @@ def recipe_of(run) -> Recipe:
     settings = filled(settings, kind)
     nothing = Examples([], [], [])
     student = row.make_student(settings, None, model, sizes, nothing)
-    return row.recipe(settings, student, model, None, nothing)
+    return row.recipe(settings, student, model, None)
 
 
 def peak_and_needs(run) -> tuple[float, dict[str, float]]:

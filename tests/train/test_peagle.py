@@ -135,7 +135,7 @@ def recipe_of(model, **options) -> PEagleRecipe:
     config |= {"intermediate_size": 96, "rms_norm_eps": 1e-5}
     mx.random.seed(3)
     student = make_student(settings, None, model, config, examples)
-    return PEagleRecipe(settings, student, model, None, examples)
+    return PEagleRecipe(settings, student, model, None)
 
 
 @pytest.mark.parametrize("checkpoint", thorough([False, True], True))

@@ -24,7 +24,7 @@ from mlx_eagle.drafters.head_weights import split_weights
 from mlx_eagle.train.batches import TokenBatch
 from mlx_eagle.train.data import Examples
 from mlx_eagle.train.given import open_given
-from mlx_eagle.train.kinds import begin, filled
+from mlx_eagle.train.kinds import TRAINED, begin, filled
 from mlx_eagle.train.optimizer import TrainStep
 from mlx_eagle.train.recipe import Recipe
 from mlx_eagle.train.settings import TrainSettings
@@ -183,8 +183,8 @@ def test_peagle(tmp_path: Path) -> None:
     settings = filled(TrainSettings(data="", output="", **values), "peagle")
     none = Examples([], [], [])
     given = open_given(str(example.given), str(example.target))
-    student, recipe_of = begin(settings, given, example.model, {}, none)
-    recipe = recipe_of(settings)
+    student, given = begin(settings, given, example.model, {}, none)
+    recipe = TRAINED["peagle"].recipe(settings, student, example.model, given)
     text, slot, depth = example.arrays["elements"].T
     kept = [[slot[(text == t) & (depth == d)] for d in (1, 2, 3)] for t in range(3)]
     step = TrainStep(recipe)
