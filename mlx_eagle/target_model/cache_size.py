@@ -1,12 +1,13 @@
 """Size of a target's caches by the length of a text, from passes that are never computed."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
+
+from .cache_view import single_caches
 
 LIMITS = ("max_size", "chunk_size")  # names in mlx-lm's caches of the most tokens one keeps
 SHORT = (1, 2)
@@ -37,14 +38,7 @@ def _pairs(model: nn.Module, lengths: tuple[int, int]) -> list[tuple[Any, Any]]:
 def _filled(model: nn.Module, num_tokens: int) -> list[Any]:
     caches = make_prompt_cache(model)
     model(mx.zeros((1, num_tokens), mx.int32), cache=caches)
-    return list(_single(caches))
-
-
-def _single(caches: Any) -> Iterator[Any]:
-    """The caches, and those inside caches of several."""
-    for cache in caches:
-        inner = getattr(cache, "caches", None)
-        yield from [cache] if inner is None else _single(inner)
+    return list(single_caches(caches))
 
 
 def _has_keys(cache: Any) -> bool:

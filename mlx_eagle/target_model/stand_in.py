@@ -17,7 +17,6 @@ take plain operations. Whether either is faster is measured (``decoding/pass_cos
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import islice
 from types import FunctionType
 from typing import Any
 
@@ -77,20 +76,17 @@ class StandIn:
         self.states = StateRecorder()
         ropes = find_ropes(model)
         others = self._changed_methods(model, ropes)
-        groups = [list(changed), ropes, find_projections(model), [m for m, _ in others]]
-        self.model, copies = copy_modules(model, [m for group in groups for m in group])
-        left = iter(copies)
-        self.copies, ropes, projections, copies = (
-            list(islice(left, len(group))) for group in groups
-        )
+        projections = find_projections(model)
+        changed = list(changed)
+        copied = module_copier([*changed, *ropes, *projections, *(module for module, _ in others)])
+        self.model = copied(model)
+        self.copies = [copied(module) for module in changed]
         for rope in ropes:
-            add_behaviour(rope, PositionedRope)
-            rope._row_positions = self.positions
+            add_behaviour(copied(rope), PositionedRope, _row_positions=self.positions)
         for projection in projections:
-            add_behaviour(projection, NotedProjection)
-            projection._absorbed = self.absorbed
-        for module, (_, methods) in zip(copies, others, strict=True):
-            module.__class__ = type(type(module).__name__, (type(module),), methods)
+            add_behaviour(copied(projection), NotedProjection, _absorbed=self.absorbed)
+        for module, methods in others:
+            add_behaviour(copied(module), **methods)
 
     def _changed_methods(
         self, model: nn.Module, ropes: list[nn.Module]
@@ -135,11 +131,11 @@ class StandIn:
             yield
 
 
-def copy_modules(model: nn.Module, changed: list[nn.Module]) -> tuple[nn.Module, list[nn.Module]]:
-    """``model`` with the modules ``changed`` replaced by copies; returns it and the copies.
+def module_copier(changed: list[nn.Module]) -> Callable[[Any], Any]:
+    """Function of a model or a module: a copy with copies of ``changed``, wherever they are in it.
 
     These modules and all modules that contain them are copied, at any depth; a module that occurs
-    twice has one copy. Everything else is shared with ``model``, which is not changed.
+    twice has one copy. Everything else is shared with the model, which is not changed.
     """
     wanted = {id(module) for module in changed}
     done: dict[int, Any] = {}
@@ -152,8 +148,7 @@ def copy_modules(model: nn.Module, changed: list[nn.Module]) -> tuple[nn.Module,
             done[id(value)] = _with_members(value, copied, id(value) in wanted)
         return done[id(value)]
 
-    new_model = copied(model)
-    return new_model, [copied(module) for module in changed]
+    return copied
 
 
 def _with_members(value: Any, copied: Any, must_copy: bool) -> Any:
@@ -172,7 +167,7 @@ def _with_members(value: Any, copied: Any, must_copy: bool) -> Any:
     return new
 
 
-def add_behaviour(copy: nn.Module, behaviour: type) -> None:
-    """Let the methods of ``behaviour`` override the ones of the copy's own class."""
+def add_behaviour(copy: nn.Module, /, *behaviour: type, **members: Any) -> None:
+    """Let ``members``, then the methods of ``behaviour``, override those of the copy's class."""
     original = type(copy)
-    copy.__class__ = type(original.__name__, (behaviour, original), {})
+    copy.__class__ = type(original.__name__, (*behaviour, original), members)

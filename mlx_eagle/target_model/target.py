@@ -106,9 +106,7 @@ class Target:
             recorded[self.num_layers] = find_final_norm(self.model)
         stand_in = StandIn(self.model, recorded.values(), most_rows)
         for index, copy in zip(recorded, stand_in.copies, strict=True):
-            add_behaviour(copy, RecordedLayer)
-            copy._recorder = self._recorder
-            copy._index = index
+            add_behaviour(copy, RecordedLayer, _recorder=self._recorder, _index=index)
         return stand_in
 
     def __call__(
