@@ -147,25 +147,24 @@ class RowLengths:
 
         return self.once(("flat_index", shape, num_rows, ring), make)
 
-    def seen(
-        self, rows: mx.array, num_rows: int, ring: int | None, window: int | None
-    ) -> mx.array:
-        """Mask (B, 1, R, S) of what rows at positions (B, R) see after a pass of ``num_rows``."""
-        slots = mx.arange(self.width(num_rows, ring))
-        rows = rows[:, None, :, None]
-        wraps = ring is not None and self.longest + num_rows > ring
-        if wraps:
-            slots = _held(slots, self.after(num_rows)[:, None, None, None], ring)
-        mask = slots <= rows
-        if window is not None:
-            mask = mask & (slots > rows - window)
-        return mask & (slots >= 0) if wraps else mask
-
     def mask(self, num_rows: int, ring: int | None, window: int | None) -> mx.array:
-        """Mask of the columns that each row of a pass sees, (B, 1, R, S) or with one more axis."""
+        """Mask of the columns that each row of a pass sees, (B, 1, R, S) or with one more axis.
+
+        Without rows it is that of the last row before the pass.
+        """
 
         def make() -> mx.array:
-            mask = self.seen(self.positions(num_rows), num_rows, ring, window)
+            rows = self.positions(num_rows) if num_rows else self.offset[:, None] - 1
+            rows = rows[:, None, :, None]
+            slots = mx.arange(self.width(num_rows, ring))
+            wraps = ring is not None and self.longest + num_rows > ring
+            if wraps:
+                slots = _held(slots, self.after(num_rows)[:, None, None, None], ring)
+            mask = slots <= rows
+            if window is not None:
+                mask = mask & (slots > rows - window)
+            if wraps:
+                mask = mask & (slots >= 0)
             return mask if self._mask_axes == 4 else mask[:, None]
 
         return self.once(("mask", num_rows, ring, window), make)
@@ -220,8 +219,7 @@ class RaggedCache:
         Valid are all positions, or the ones in the window.
         """
         width = self._rows.width(0, self._ring)
-        last = self._rows.offset[:, None] - 1
-        mask = self._rows.seen(last, 0, self._ring, self.max_size)
+        mask = self._rows.mask(0, self._ring, self.max_size).reshape(-1, 1, 1, width)
         return self.keys[..., :width, :], self.values[..., :width, :], mask
 
     @property
@@ -273,7 +271,7 @@ class RaggedCache:
         length = self._rows.lengths[index]
         if self.keys is None or length == 0:
             return cache
-        num_kept = length if self.max_size is None else min(length, self.max_size)
+        num_kept = min(length, self.max_size or length)
         columns = mx.arange(length - num_kept, length)
         if self._ring is not None:
             columns = columns % self._ring
