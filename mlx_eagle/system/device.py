@@ -162,7 +162,6 @@ APPLE = (
     (13, 14, "d", OLD_ULTRA),
     (13, 13, "s", M1_MAX),
     (13, 14, "", M1),
-    (0, 12, "d", OLD_ULTRA),
     (0, 12, "", OLDER),
 )
 """The first line that fits counts. Sizes: g base, s Pro and Max, d Ultra, p phone."""

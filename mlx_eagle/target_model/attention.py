@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -88,15 +89,12 @@ def attend_with_options(
 
     ``mask`` is an array, "causal" or None.
     """
-    if queries.shape[0] == queries.shape[2] == 1:  # nothing to cut
-        return attend(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
-
-    def whole() -> mx.array:
-        return attend(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
-
-    if not isinstance(keys, mx.array) or values.shape[-1] != queries.shape[-1]:
-        return whole()  # quantized, or a head of two widths: there is no kernel for either
-    _, num_heads, num_rows, head_dim = queries.shape
+    attend_to = partial(attend, cache=cache, scale=scale, sinks=sinks)
+    batch, num_heads, num_rows, head_dim = queries.shape
+    # There is no kernel for quantized keys, or for a head of two widths.
+    has_kernel = isinstance(keys, mx.array) and values.shape[-1] == head_dim
+    if batch == num_rows == 1 or not has_kernel:
+        return attend_to(queries, keys, values, mask=mask)
     if isinstance(mask, mx.array):
         mask = options.for_heads(mask, num_heads)
     num_keys = keys.shape[2]
@@ -113,7 +111,7 @@ def attend_with_options(
                 queries, keys, values, scale=scale, mask=mask, sinks=sinks, force_fused=True
             )
     if not options.is_on or not 0 < most < num_rows <= limit:
-        return whole()
+        return attend_to(queries, keys, values, mask=mask)
     out = []
     for start in range(0, num_rows, most):
         end = min(start + most, num_rows)
@@ -125,7 +123,5 @@ def attend_with_options(
         elif mask is not None and mask.shape[-2] > 1:
             rows_mask = mask[..., start:end, :]
         rows = queries[:, :, start:end]
-        k = keys[:, :, :seen]
-        v = values[:, :, :seen]
-        out.append(attend(rows, k, v, cache=cache, scale=scale, mask=rows_mask, sinks=sinks))
+        out.append(attend_to(rows, keys[:, :, :seen], values[:, :, :seen], mask=rows_mask))
     return mx.concatenate(out, axis=2)

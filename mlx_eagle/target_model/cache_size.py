@@ -31,14 +31,11 @@ def cache_bytes(model: nn.Module, num_tokens: int) -> int:
 
 def _pairs(model: nn.Module, lengths: tuple[int, int]) -> list[tuple[Any, Any]]:
     """Each single cache of a model after texts of both lengths."""
-    one, two = (_filled(model, length) for length in lengths)
-    return list(zip(one, two, strict=True))
-
-
-def _filled(model: nn.Module, num_tokens: int) -> list[Any]:
-    caches = make_prompt_cache(model)
-    model(mx.zeros((1, num_tokens), mx.int32), cache=caches)
-    return list(single_caches(caches))
+    short = make_prompt_cache(model)
+    long = make_prompt_cache(model)
+    for caches, num_tokens in zip((short, long), lengths, strict=True):
+        model(mx.zeros((1, num_tokens), mx.int32), cache=caches)
+    return list(zip(single_caches(short), single_caches(long), strict=True))
 
 
 def _has_keys(cache: Any) -> bool:

@@ -71,10 +71,8 @@ class WindowCache(RotatingKVCache):
                 return blank
             return mx.concatenate([array[..., self._idx - num_kept : self._idx, :], blank], axis=2)
 
-        grown_keys = grown(self.keys, keys)
-        grown_values = grown(self.values, values)
-        self.keys = grown_keys
-        self.values = grown_values
+        self.keys = grown(self.keys, keys)
+        self.values = grown(self.values, values)
         self._idx = num_kept
 
     def newest(self, num_rows: int) -> tuple[mx.array, mx.array]:

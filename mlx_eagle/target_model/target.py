@@ -1,13 +1,13 @@
 """Taps on an unmodified mlx-lm model: the activations entering chosen layers."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from .attention import AttentionOptions, no_kernel
+from .attention import no_kernel
 from .masks_and_ropes import exact_masks, positions_of_one_scale
 from .sharding import Exchange, find_stage
 from .stand_in import StandIn, add_behaviour
@@ -78,6 +78,7 @@ class Target:
             self._recorded |= {self.stage.end, num_layers + 1}  # see Stage.fetch
         self._recorder = TapRecorder(self._recorded, num_layers)
         self._stand_in = self._recording_stand_in(most_rows)
+        self.attention = self._stand_in.attention
         self._positions_of_one_scale = positions_of_one_scale(model)
         self.exchange: Exchange = mx.distributed.all_sum  # of activations in a pipeline
 
@@ -88,11 +89,6 @@ class Target:
             return True
         start: int = cache[0].offset
         return start // num == (start + num_rows - 1) // num
-
-    @property
-    def attention(self) -> AttentionOptions:
-        """Options of the attention in its passes."""
-        return self._stand_in.attention
 
     def _recording_stand_in(self, most_rows: Callable[[int, int], int]) -> StandIn:
         """The model's stand-in, whose layers and final norm tell ``self._recorder``.
@@ -122,14 +118,10 @@ class Target:
         makes the rows a tree (see ``tree_rows.ancestors``); without it they are a chain. For a
         chain, ``embeddings`` (R, h) may replace the tokens, which may then be empty (0,).
         """
-        if tree_mask is None:
-            given: dict[str, Any] = {}
-            if embeddings is not None:
-                given["input_embeddings"] = embeddings[None]
+        given = {} if embeddings is None else {"input_embeddings": embeddings[None]}
+        as_tree = self._stand_in.tree_attention
+        with nullcontext() if tree_mask is None else as_tree(cache, tree_mask):
             logits, seen = self._pass(tokens[None], cache, **given)
-        else:
-            with self._stand_in.tree_attention(cache, tree_mask):
-                logits, seen = self._pass(tokens[None], cache)
         features = self._features(seen, 1)
         return logits[0], None if features is None else features[0]
 
