@@ -246,18 +246,15 @@ class RaggedCache:
             return
         need = max(cache.offset, self._rows.longest)
         num_columns = self._columns(max(need, self._num_columns))
-        own: tuple[Any, Any] = (None, None) if is_empty else CacheView([cache]).rows(0)
-        buffers = []
-        for mine, theirs in zip((self.keys, self.values), own, strict=True):
-            like = mine if theirs is None else theirs
-            shape = like.shape[1], num_columns, like.shape[3]
-            mine = mx.zeros((num_others, *shape), like.dtype) if mine is None else mine
-            if theirs is None:
-                buffer = mx.zeros((1, *shape), like.dtype)
-            else:
-                buffer = self._row_buffer(theirs, cache.offset, num_columns)
-            buffers.append(mx.concatenate([_pad_columns(mine, num_columns), buffer]))
-        self.keys, self.values = buffers
+        arrays = [self.keys, self.values]
+        # Of an empty text any entries do: no row of it sees them.
+        no_rows = [mx.zeros_like(array[:1, :, :1]) for array in arrays] if is_empty else None
+        for i, theirs in enumerate(no_rows or CacheView([cache]).rows(0)):
+            if arrays[i] is None:
+                arrays[i] = mx.zeros((num_others, *theirs.shape[1:]), theirs.dtype)
+            buffer = self._row_buffer(theirs, cache.offset, num_columns)
+            arrays[i] = mx.concatenate([_pad_columns(arrays[i], num_columns), buffer])
+        self.keys, self.values = arrays
 
     def keep(self, index: mx.array) -> None:
         """Drop all other texts."""
