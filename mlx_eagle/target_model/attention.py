@@ -1,6 +1,5 @@
 """Attention of a verify pass, in parts that stay on fast kernels."""
 
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,6 +13,10 @@ from mlx_lm.models.base import scaled_dot_product_attention as attend
 from .masks_and_ropes import named_modules
 
 NAME = attend.__name__
+# Metal's vector kernel for attention (mlx/backend/metal/scaled_dot_product_attention.cpp).
+MOST_ROWS = 8  # of a pass
+MOST_QUERIES = 32  # rows times query heads per key head
+HEAD_DIMS = (64, 96, 128, 256)  # sizes of a head that it takes
 LEAST_KEYS = 1024  # from which on Metal has a kernel for one row of head dimension 512
 MOST_CUT = 8  # rows that are cut into single ones there
 MOST_FORCED_ROWS = 8  # above, MLX takes a fused kernel by itself wherever one is worth it
@@ -21,13 +24,8 @@ MOST_FORCED_ROWS = 8  # above, MLX takes a fused kernel by itself wherever one i
 
 @dataclass
 class AttentionOptions:
-    """Whether rows are cut, whether a kernel is forced, and whether there was anything to do so.
+    """Whether rows are cut, and a kernel forced, in a generation; whether there was reason to."""
 
-    State of one generation. ``most_rows`` maps a head dimension and a number of query heads per
-    key head to the rows that one kernel takes; 0 where there is none for that dimension.
-    """
-
-    most_rows: Callable[[int, int], int]
     is_on: bool = False
     is_forced: bool = False
     matters: bool = False  # a pass that the kernel would take with fewer heads is cut
@@ -70,9 +68,15 @@ def find_attention(model: nn.Module) -> list[nn.Module]:
     return list(found.values())
 
 
-def no_kernel(head_dim: int, heads_per_key: int) -> int:
-    """No attention is cut."""
-    return 0
+def fused_rows(head_dim: int, heads_per_key: int) -> int:
+    """The most rows of a pass for which Metal's vector attention kernel takes a short pass.
+
+    Beyond it, up to 8 rows, the scores of all query heads go through memory. 0 where the kernel
+    does not exist for that head dimension. Llama-3.1-8B (128, 4) -> 8; Qwen3-32B (128, 8) -> 4
+    """
+    if head_dim == 512:  # Gemma 4's full layers: a single row, from 1024 keys on (MLX 0.32.4)
+        return int(heads_per_key == 8)
+    return min(MOST_ROWS, MOST_QUERIES // heads_per_key) if head_dim in HEAD_DIMS else 0
 
 
 def attend_with_options(
@@ -98,8 +102,8 @@ def attend_with_options(
     if isinstance(mask, mx.array):
         mask = options.for_heads(mask, num_heads)
     num_keys = keys.shape[2]
-    limit = options.most_rows(head_dim, 1)
-    most = options.most_rows(head_dim, num_heads // keys.shape[1])
+    limit = fused_rows(head_dim, 1)
+    most = fused_rows(head_dim, num_heads // keys.shape[1])
     if limit == 0 < most and num_keys >= LEAST_KEYS:
         limit = MOST_CUT
     options.matters |= 0 < most < limit

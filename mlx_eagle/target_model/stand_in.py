@@ -7,7 +7,7 @@ arrays, are shared.
 
 The copy's attention over a few rows can be split into groups of rows that Metal's vector kernel
 takes: up to 8 rows, and 32 rows times query heads per key head (``fused_rows`` in
-``system/device.py``). A larger pass goes through plain operations, which read keys and values
+``attention.py``). A larger pass goes through plain operations, which read keys and values
 once for every *query* head and put all scores into memory. Each group reads them once: with 8
 query heads per key head, 8 rows in two groups read a quarter. A row's sum is the same in every
 group, so at most rounding changes. MLX can also be told to use a fused kernel where it would
@@ -24,7 +24,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .absorbed import AbsorbedAttention, NotedProjection, can_absorb, find_projections
-from .attention import NAME, AttentionOptions, attend_with_options, find_attention, no_kernel
+from .attention import NAME, AttentionOptions, attend_with_options, find_attention
 from .masks_and_ropes import PositionedRope, RowPositions, find_ropes, named_modules, tree_masks
 from .states import StateRecorder, is_recurrent
 
@@ -64,14 +64,9 @@ class StandIn:
     caller may change further. It does not see weights that the user's model is given later.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        changed: Iterable[nn.Module] = (),
-        most_rows: Callable[[int, int], int] = no_kernel,
-    ):
+    def __init__(self, model: nn.Module, changed: Iterable[nn.Module] = ()):
         self.positions = RowPositions()
-        self.attention = AttentionOptions(most_rows)
+        self.attention = AttentionOptions()
         self.absorbed = AbsorbedAttention()
         self.states = StateRecorder()
         ropes = find_ropes(model)
