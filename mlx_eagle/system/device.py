@@ -223,19 +223,13 @@ def machine_of(info: Mapping[str, Any], backend: str) -> Machine:
     return Machine(name, backend, generation, products)
 
 
-def _apple_number(architecture: str) -> int:
-    """The two digits before the last letter, read as MLX reads them; 0 for what is no digit.
-
-    "applegpu_g16s" -> 16; "air64_v27" -> 2
-    """
-    digits = architecture[-3:-1] if len(architecture) >= 3 else ""
-    tens, ones = (int(d) if d in "0123456789" else 0 for d in digits.rjust(2, "0"))
-    return 10 * tens + ones
-
-
 def _apple(name: str, architecture: str) -> tuple[str, Products | None]:
     """The generation of a chip, and the costs of products on it."""
-    number = _apple_number(architecture)
+    # The two digits before the last letter, read as MLX reads them; what is no digit is 0:
+    # "applegpu_g16s" -> 16; "air64_v27" -> 2
+    digits = architecture[-3:-1] if len(architecture) >= 3 else ""
+    tens, ones = (int(d) if d in "0123456789" else 0 for d in digits.rjust(2, "0"))
+    number = 10 * tens + ones
     size = architecture[-1:]
     found = re.search(r"\bApple ([MA]\d+)", name)
     generation = found[1] if found else APPLE_NAMES.get(number, "unknown")

@@ -270,13 +270,9 @@ class Checkpoint:
     def cut(self, num_rows: int) -> None:
         """``rollback``, but recurrent states that can be recomputed later wait for ``restore``."""
         self._caches[:] = self._before  # a cache may have been replaced by its quantized copy
-        self._kept = None
-        runs_again = False
-        if num_rows > 0 and self.recurrent:
-            if self._updates is None:
-                runs_again = True
-            else:
-                self._kept = KeptRows((num_rows,), self._updates.num_rows)
+        updates = self._updates if num_rows > 0 else None
+        self._kept = None if updates is None else KeptRows((num_rows,), updates.num_rows)
+        runs_again = num_rows > 0 and updates is None and bool(self.recurrent)
         for entry in self.entries:
             entry.rollback(0 if runs_again else num_rows)
         if runs_again:

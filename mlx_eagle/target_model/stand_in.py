@@ -16,7 +16,7 @@ take plain operations. Whether either is faster is measured (``decoding/pass_cos
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from types import FunctionType
 from typing import Any
 
@@ -88,14 +88,12 @@ class StandIn:
     ) -> list[tuple[nn.Module, dict[str, Any]]]:
         """The modules of a model, except ``ropes``, that need other methods, and the methods."""
         attention = {id(module) for module in find_attention(model)}
-        by_type: dict[tuple[type, bool], dict[str, Any]] = {}
+        methods_by_type = cache(self._methods)
         found = {}
         for _, module in named_modules(model):
-            key = type(module), id(module) in attention
-            if key not in by_type:
-                by_type[key] = self._methods(*key)
-            if by_type[key] and not any(module is rope for rope in ropes):
-                found[id(module)] = module, by_type[key]
+            methods = methods_by_type(type(module), id(module) in attention)
+            if methods and not any(module is rope for rope in ropes):
+                found[id(module)] = module, methods
         return list(found.values())
 
     def _methods(self, module_type: type, attends: bool) -> dict[str, Any]:
