@@ -27,8 +27,8 @@ def exact_masks(caches: list[Any], num_rows: int) -> AbstractContextManager[None
     mlx-lm masks the rows of a block only by distance. A RotatingKVCache that keeps its first
     tokens would then lose these, one per row, instead of the oldest others.
     """
-    keep = [c for c in caches if num_rows > 1 and type(c) is RotatingKVCache and c.keep > 0]
-    changed = [c for c in keep if c.offset + num_rows > c.max_size]
+    keeping = [c for c in caches if num_rows > 1 and type(c) is RotatingKVCache and c.keep > 0]
+    changed = [c for c in keeping if c.offset + num_rows > c.max_size]
     return tree_masks(changed, mx.tri(num_rows, dtype=mx.bool_), mx.arange(num_rows))
 
 
