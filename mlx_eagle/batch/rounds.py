@@ -24,7 +24,6 @@ from ..drafters.acceptance_stats import CopySeen
 from ..drafters.base import BatchDrafter, Draft, Drafter, PendingPairs
 from ..drafters.seen_text import TextMatch
 from ..drafters.tree import PLAIN, DraftPlan, DraftShape, chains_for
-from ..system.device import fused_rows
 from ..target_model.cache_view import close_windows
 from ..target_model.kernels import KernelOptions
 from ..target_model.probe import batch_mask_axes
@@ -90,7 +89,7 @@ class Batch:
         self._keep_caches = keep_caches
         self._stream = stream
         with mx.stream(stream):
-            self._target = Target(model, draft_model.taps, fused_rows)
+            self._target = Target(model, draft_model.taps)
         if isinstance(controller, AgreedController):
             controller.ride(self._target)
         if options is not None:

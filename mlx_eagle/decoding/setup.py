@@ -15,7 +15,7 @@ from ..drafters.base import Drafter
 from ..drafters.copies import Copies, Tokens
 from ..drafters.seen_text import GAP
 from ..drafters.tree import TREES, DraftShape, Tree, parse_tree
-from ..system.device import fused_rows, this_machine
+from ..system.device import this_machine
 from ..target_model.probe import check_trees
 from ..target_model.rollback import CacheQuantization, Checkpoint, check_supported
 from ..target_model.sharding import in_any_process, is_pipelined, is_sharded
@@ -213,7 +213,7 @@ def open_decoder(
     # What processes exchange must be on one stream: an earlier pass may still be under way.
     with mx.stream(stream):
         _check_target(model, drafter, cache, quantization, tree)
-        target = Target(model, drafter.taps, fused_rows)
+        target = Target(model, drafter.taps)
     if exact and sampler is None:
         sampler = partial(mx.argmax, axis=-1)
     rule = make_rule(acceptance, sampler)

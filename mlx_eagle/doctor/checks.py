@@ -38,7 +38,6 @@ from ..system.device import (
     Machine,
     blas_name,
     blas_note,
-    fused_rows,
     load_note,
     memory,
     this_machine,
@@ -46,6 +45,7 @@ from ..system.device import (
 )
 from ..system.hub import INSIDE, REPO_ID, locate
 from ..system.loading import check_heads, check_target, context_size, read_json, text_config
+from ..target_model.attention import fused_rows
 from ..target_model.cache_size import cache_bytes
 from ..target_model.rollback import check_supported
 from .packages import Finding, check_packages, read_sysctl

@@ -152,10 +152,8 @@ def try_lock(descriptor: int) -> bool:
     """Whether the lock is ours now; also true where the file system has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
+    except OSError as err:
+        return not isinstance(err, BlockingIOError)
     return True
 
 

@@ -115,7 +115,7 @@ def find_editor() -> Path:
 
 
 def keep_copy(source: Path, version: str, editor: Path, folder: Path) -> Path:
-    """The copy in ``folder``, made where there is none, or none that is whole.
+    """The library under standard names, in ``folder``: made and tried unless it is there, whole.
 
     Its name holds its checksum. It takes that name when it is complete, so several processes may
     make it at once, over a damaged one too. OSError or ValueError where that fails.
@@ -125,8 +125,14 @@ def keep_copy(source: Path, version: str, editor: Path, folder: Path) -> Path:
         if path.name == f"{start}{checksum(path)}.so":
             return path
     folder.mkdir(parents=True, exist_ok=True)
+    names = set(re.findall(rb"\0%s(\w+)(?=\0)" % PREFIX, source.read_bytes()))
     with tempfile.TemporaryDirectory(dir=folder, prefix=".openblas-") as scratch:
-        copy = make_copy(source, editor, Path(scratch))
+        table = Path(scratch, "names")
+        copy = Path(scratch, "copy.so")
+        table.write_bytes(b"".join(b"%s%s %s\n" % (PREFIX, name, name) for name in sorted(names)))
+        options = ["--rename-dynamic-symbols", table, "--set-soname", SONAME, "--output", copy]
+        run(editor, *options, source)
+        run(sys.executable, "-ISc", TRY, copy)
         path = folder / f"{start}{checksum(copy)}.so"
         os.replace(copy, path)
     return path
@@ -136,18 +142,6 @@ def checksum(path: Path) -> str:
     """The first digits of a file's SHA-256."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()[:DIGITS]
-
-
-def make_copy(source: Path, editor: Path, folder: Path) -> Path:
-    """The library under standard names, tried, as a file in ``folder``."""
-    names = re.findall(rb"\0%s(\w+)(?=\0)" % PREFIX, source.read_bytes())
-    table = folder / "names"
-    copy = folder / "copy.so"
-    table.write_bytes(b"".join(b"%s%s %s\n" % (PREFIX, name, name) for name in sorted(set(names))))
-    options = ["--rename-dynamic-symbols", table, "--set-soname", SONAME, "--output", copy]
-    run(editor, *options, source)
-    run(sys.executable, "-ISc", TRY, copy)
-    return copy
 
 
 def run(*command: str | Path) -> None:

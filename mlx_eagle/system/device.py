@@ -9,7 +9,7 @@ Sources: ``get_qmv_batch_limit``, ``use_qmv_wide`` and ``qmv_wide`` in MLX's
 ``mlx/backend/metal/quantized.cpp``, checked against the code of ``libmlx.dylib`` 0.32.4 (which has
 7 where the repository of August 2026 has 6); ``QuantizedMatmul::eval_gpu`` in
 ``mlx/backend/cuda/quantized/quantized.cpp``, and ``qmm/qmm_sm80.cu`` and ``qmm_sm90.cu`` there for
-tiles; for attention ``mlx/backend/metal/scaled_dot_product_attention.cpp``.
+tiles.
 """
 
 import ctypes
@@ -28,10 +28,6 @@ from mlx_lm.utils import dequantize_model, get_total_parameters
 from .blas import openblas, slow_because
 
 LENGTHS = range(1, 8)
-# Limits of Metal's vector kernel for attention.
-ATTENTION_ROWS = 8  # the most rows of a pass
-ATTENTION_QUERIES = 32  # the most rows times query heads per key head
-ATTENTION_HEAD_DIMS = (64, 96, 128, 256)  # sizes of a head that it takes
 EMULATES_BFLOAT16 = ("M1", "M2")  # mlx-lm 990
 APPLE_NAMES = {13: "M1", 14: "M2", 15: "M3", 16: "M4", 17: "M5"}
 
@@ -162,7 +158,6 @@ APPLE = (
     (13, 14, "d", OLD_ULTRA),
     (13, 13, "s", M1_MAX),
     (13, 14, "", M1),
-    (0, 12, "d", OLD_ULTRA),
     (0, 12, "", OLDER),
 )
 """The first line that fits counts. Sizes: g base, s Pro and Max, d Ultra, p phone."""
@@ -228,19 +223,13 @@ def machine_of(info: Mapping[str, Any], backend: str) -> Machine:
     return Machine(name, backend, generation, products)
 
 
-def _apple_number(architecture: str) -> int:
-    """The two digits before the last letter, read as MLX reads them; 0 for what is no digit.
-
-    "applegpu_g16s" -> 16; "air64_v27" -> 2
-    """
-    digits = architecture[-3:-1] if len(architecture) >= 3 else ""
-    tens, ones = (int(d) if d in "0123456789" else 0 for d in digits.rjust(2, "0"))
-    return 10 * tens + ones
-
-
 def _apple(name: str, architecture: str) -> tuple[str, Products | None]:
     """The generation of a chip, and the costs of products on it."""
-    number = _apple_number(architecture)
+    # The two digits before the last letter, read as MLX reads them; what is no digit is 0:
+    # "applegpu_g16s" -> 16; "air64_v27" -> 2
+    digits = architecture[-3:-1] if len(architecture) >= 3 else ""
+    tens, ones = (int(d) if d in "0123456789" else 0 for d in digits.rjust(2, "0"))
+    number = 10 * tens + ones
     size = architecture[-1:]
     found = re.search(r"\bApple ([MA]\d+)", name)
     generation = found[1] if found else APPLE_NAMES.get(number, "unknown")
@@ -285,19 +274,6 @@ def on_curve(curve: Mapping[int, float], num_rows: int) -> float:
     high = min(at for at in points if at >= num_rows)
     share = (num_rows - low) / (high - low) if high > low else 0.0
     return points[low] + share * (points[high] - points[low])
-
-
-def fused_rows(head_dim: int, heads_per_key: int) -> int:
-    """The most rows of a pass for which Metal's vector attention kernel takes a short pass.
-
-    Beyond it, up to 8 rows, the scores of all query heads go through memory. 0 where the kernel
-    does not exist for that head dimension. Llama-3.1-8B (128, 4) -> 8; Qwen3-32B (128, 8) -> 4
-    """
-    if head_dim == 512:  # Gemma 4's full layers: a single row, from 1024 keys on (MLX 0.32.4)
-        return int(heads_per_key == 8)
-    if head_dim not in ATTENTION_HEAD_DIMS:
-        return 0
-    return min(ATTENTION_ROWS, ATTENTION_QUERIES // heads_per_key)
 
 
 CUDNN = "MLX_CUDA_USE_CUDNN_SDPA"

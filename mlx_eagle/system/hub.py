@@ -26,6 +26,26 @@ SNAPSHOT = re.compile(r".*/models--([^/]+?)--([^/]+)/snapshots/([^/]+)/?")
 EAGLE_4 = re.compile(r"eagle[-_. ]?4(?![\db])", re.IGNORECASE)  # not 4bit, 4B, 4096
 # A GGUF file of a repository, or a folder.
 INSIDE = re.compile(rf"(?P<repo>{REPO_ID.pattern})/(?P<name>[\w./-]+\.gguf|\w[\w-]*)")
+TERMS = "{repo} asks for its terms to be accepted: do so on its hub page, then run `hf auth login`"
+NO_REPO = (
+    "{repo} is neither a folder here nor a repository on the hub (or it is private: run `hf auth "
+    "login`)"
+)
+REASONS = {
+    GatedRepoError: TERMS,
+    RepositoryNotFoundError: NO_REPO,
+    RevisionNotFoundError: "{repo} has no revision {revision} on the hub",
+    HFValidationError: "{repo} is neither a folder here nor a repository id",
+}
+"""Errors of the hub in a sentence each; the first that fits counts."""
+NO_ACCESS = (
+    "the hub does not let you read {repo} (403): ask for access on its page, or run `hf auth "
+    "login` with a token that has it"
+)
+NO_HUB = (
+    "the hub could not be reached for {repo}, and it is not in the local cache; check the "
+    "connection, or give a folder"
+)
 
 
 class FileMissing(ValueError):
@@ -47,30 +67,10 @@ def explained(repo: str, revision: str | None = None) -> Iterator[None]:
     """Run a block that asks the hub for a repository; its errors become ValueErrors."""
     try:
         yield
-    except GatedRepoError as err:
-        raise ValueError(
-            f"{repo} asks for its terms to be accepted: do so on its hub page, then run "
-            "`hf auth login`"
-        ) from err
-    except RepositoryNotFoundError as err:
-        raise ValueError(
-            f"{repo} is neither a folder here nor a repository on the hub (or it is private: "
-            "run `hf auth login`)"
-        ) from err
-    except RevisionNotFoundError as err:
-        raise ValueError(f"{repo} has no revision {revision} on the hub") from err
-    except HFValidationError as err:
-        raise ValueError(f"{repo} is neither a folder here nor a repository id") from err
-    except (HTTP_ERROR, OSError) as err:
-        if _is_forbidden(err):
-            raise ValueError(
-                f"the hub does not let you read {repo} (403): ask for access on its page, or run "
-                "`hf auth login` with a token that has it"
-            ) from err
-        raise ValueError(
-            f"the hub could not be reached for {repo}, and it is not in the local cache; "
-            "check the connection, or give a folder"
-        ) from err
+    except (HTTP_ERROR, HFValidationError, OSError) as err:
+        fallback = NO_ACCESS if _is_forbidden(err) else NO_HUB
+        words = next((words for kind, words in REASONS.items() if isinstance(err, kind)), fallback)
+        raise ValueError(words.format(repo=repo, revision=revision)) from err
 
 
 def _is_forbidden(err: BaseException | None) -> bool:

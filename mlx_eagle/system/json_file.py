@@ -63,27 +63,20 @@ def parse_object(data: bytes, where: str | Path, any_number: bool = False) -> di
         ) from err
     if not isinstance(value, dict):
         raise ValueError(f"{where} holds {shown(value)}, expected a JSON object")
-    _check_values(value, where, any_number)
+    _check_values(value, where, any_number, MAX_DEPTH)
     return value
 
 
-def _check_values(value: dict[str, Any], where: str | Path, any_number: bool) -> None:
-    level: list[Any] = [value]
-    for _ in range(MAX_DEPTH):
-        inner: list[Any] = []
-        for part in level:
-            for entry in part.values() if isinstance(part, dict) else part:
-                if isinstance(entry, dict | list):
-                    inner.append(entry)
-                elif not any_number and is_number(entry) and not is_finite(entry):
-                    raise ValueError(
-                        f"{where} holds {shown(entry)}, expected numbers that are finite and "
-                        "below 2**63"
-                    )
-        if not inner:
-            return
-        level = inner
-    raise ValueError(f"{where} is nested more than {MAX_DEPTH} levels deep")
+def _check_values(value: Any, where: str | Path, any_number: bool, levels: int) -> None:
+    if levels == 0:
+        raise ValueError(f"{where} is nested more than {MAX_DEPTH} levels deep")
+    for entry in value.values() if isinstance(value, dict) else value:
+        if isinstance(entry, dict | list):
+            _check_values(entry, where, any_number, levels - 1)
+        elif not any_number and is_number(entry) and not is_finite(entry):
+            raise ValueError(
+                f"{where} holds {shown(entry)}, expected numbers that are finite and below 2**63"
+            )
 
 
 def read_object(path: Path) -> dict[str, Any]:

@@ -36,14 +36,12 @@ WATCH = 1.0  # seconds between looks at whether the launcher is still there
 
 def num_ranks() -> int:
     """The number of processes with a part of the target; 1 without ``mlx.launch``."""
-    size: int = mx.distributed.init().size()
-    return size
+    return int(mx.distributed.init().size())
 
 
 def is_first() -> bool:
     """Whether this process reads, writes and decides for all."""
-    rank: int = mx.distributed.init().rank()
-    return rank == 0
+    return int(mx.distributed.init().rank()) == 0
 
 
 def share(value: Any) -> Any:

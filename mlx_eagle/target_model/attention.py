@@ -1,8 +1,8 @@
 """Attention of a verify pass, in parts that stay on fast kernels."""
 
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -13,6 +13,10 @@ from mlx_lm.models.base import scaled_dot_product_attention as attend
 from .masks_and_ropes import named_modules
 
 NAME = attend.__name__
+# Metal's vector kernel for attention (mlx/backend/metal/scaled_dot_product_attention.cpp).
+MOST_ROWS = 8  # of a pass
+MOST_QUERIES = 32  # rows times query heads per key head
+HEAD_DIMS = (64, 96, 128, 256)  # sizes of a head that it takes
 LEAST_KEYS = 1024  # from which on Metal has a kernel for one row of head dimension 512
 MOST_CUT = 8  # rows that are cut into single ones there
 MOST_FORCED_ROWS = 8  # above, MLX takes a fused kernel by itself wherever one is worth it
@@ -20,13 +24,8 @@ MOST_FORCED_ROWS = 8  # above, MLX takes a fused kernel by itself wherever one i
 
 @dataclass
 class AttentionOptions:
-    """Whether rows are cut, whether a kernel is forced, and whether there was anything to do so.
+    """Whether rows are cut, and a kernel forced, in a generation; whether there was reason to."""
 
-    State of one generation. ``most_rows`` maps a head dimension and a number of query heads per
-    key head to the rows that one kernel takes; 0 where there is none for that dimension.
-    """
-
-    most_rows: Callable[[int, int], int]
     is_on: bool = False
     is_forced: bool = False
     matters: bool = False  # a pass that the kernel would take with fewer heads is cut
@@ -69,9 +68,15 @@ def find_attention(model: nn.Module) -> list[nn.Module]:
     return list(found.values())
 
 
-def no_kernel(head_dim: int, heads_per_key: int) -> int:
-    """No attention is cut."""
-    return 0
+def fused_rows(head_dim: int, heads_per_key: int) -> int:
+    """The most rows of a pass for which Metal's vector attention kernel takes a short pass.
+
+    Beyond it, up to 8 rows, the scores of all query heads go through memory. 0 where the kernel
+    does not exist for that head dimension. Llama-3.1-8B (128, 4) -> 8; Qwen3-32B (128, 8) -> 4
+    """
+    if head_dim == 512:  # Gemma 4's full layers: a single row, from 1024 keys on (MLX 0.32.4)
+        return int(heads_per_key == 8)
+    return min(MOST_ROWS, MOST_QUERIES // heads_per_key) if head_dim in HEAD_DIMS else 0
 
 
 def attend_with_options(
@@ -88,20 +93,17 @@ def attend_with_options(
 
     ``mask`` is an array, "causal" or None.
     """
-    if queries.shape[0] == queries.shape[2] == 1:  # nothing to cut
-        return attend(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
-
-    def whole() -> mx.array:
-        return attend(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
-
-    if not isinstance(keys, mx.array) or values.shape[-1] != queries.shape[-1]:
-        return whole()  # quantized, or a head of two widths: there is no kernel for either
-    _, num_heads, num_rows, head_dim = queries.shape
+    attend_to = partial(attend, cache=cache, scale=scale, sinks=sinks)
+    batch, num_heads, num_rows, head_dim = queries.shape
+    # There is no kernel for quantized keys, or for a head of two widths.
+    has_kernel = isinstance(keys, mx.array) and values.shape[-1] == head_dim
+    if batch == num_rows == 1 or not has_kernel:
+        return attend_to(queries, keys, values, mask=mask)
     if isinstance(mask, mx.array):
         mask = options.for_heads(mask, num_heads)
     num_keys = keys.shape[2]
-    limit = options.most_rows(head_dim, 1)
-    most = options.most_rows(head_dim, num_heads // keys.shape[1])
+    limit = fused_rows(head_dim, 1)
+    most = fused_rows(head_dim, num_heads // keys.shape[1])
     if limit == 0 < most and num_keys >= LEAST_KEYS:
         limit = MOST_CUT
     options.matters |= 0 < most < limit
@@ -113,7 +115,7 @@ def attend_with_options(
                 queries, keys, values, scale=scale, mask=mask, sinks=sinks, force_fused=True
             )
     if not options.is_on or not 0 < most < num_rows <= limit:
-        return whole()
+        return attend_to(queries, keys, values, mask=mask)
     out = []
     for start in range(0, num_rows, most):
         end = min(start + most, num_rows)
@@ -125,7 +127,5 @@ def attend_with_options(
         elif mask is not None and mask.shape[-2] > 1:
             rows_mask = mask[..., start:end, :]
         rows = queries[:, :, start:end]
-        k = keys[:, :, :seen]
-        v = values[:, :, :seen]
-        out.append(attend(rows, k, v, cache=cache, scale=scale, mask=rows_mask, sinks=sinks))
+        out.append(attend_to(rows, keys[:, :, :seen], values[:, :, :seen], mask=rows_mask))
     return mx.concatenate(out, axis=2)

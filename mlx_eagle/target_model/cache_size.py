@@ -1,12 +1,13 @@
 """Size of a target's caches by the length of a text, from passes that are never computed."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
+
+from .cache_view import single_caches
 
 LIMITS = ("max_size", "chunk_size")  # names in mlx-lm's caches of the most tokens one keeps
 SHORT = (1, 2)
@@ -30,21 +31,11 @@ def cache_bytes(model: nn.Module, num_tokens: int) -> int:
 
 def _pairs(model: nn.Module, lengths: tuple[int, int]) -> list[tuple[Any, Any]]:
     """Each single cache of a model after texts of both lengths."""
-    one, two = (_filled(model, length) for length in lengths)
-    return list(zip(one, two, strict=True))
-
-
-def _filled(model: nn.Module, num_tokens: int) -> list[Any]:
-    caches = make_prompt_cache(model)
-    model(mx.zeros((1, num_tokens), mx.int32), cache=caches)
-    return list(_single(caches))
-
-
-def _single(caches: Any) -> Iterator[Any]:
-    """The caches, and those inside caches of several."""
-    for cache in caches:
-        inner = getattr(cache, "caches", None)
-        yield from [cache] if inner is None else _single(inner)
+    short = make_prompt_cache(model)
+    long = make_prompt_cache(model)
+    for caches, num_tokens in zip((short, long), lengths, strict=True):
+        model(mx.zeros((1, num_tokens), mx.int32), cache=caches)
+    return list(zip(single_caches(short), single_caches(long), strict=True))
 
 
 def _has_keys(cache: Any) -> bool:

@@ -71,10 +71,8 @@ class WindowCache(RotatingKVCache):
                 return blank
             return mx.concatenate([array[..., self._idx - num_kept : self._idx, :], blank], axis=2)
 
-        grown_keys = grown(self.keys, keys)
-        grown_values = grown(self.values, values)
-        self.keys = grown_keys
-        self.values = grown_values
+        self.keys = grown(self.keys, keys)
+        self.values = grown(self.values, values)
         self._idx = num_kept
 
     def newest(self, num_rows: int) -> tuple[mx.array, mx.array]:
@@ -154,20 +152,13 @@ class CacheView:
             surplus = keys.shape[2] - cache.max_size  # after a pass of several rows
             return cache._trim(surplus, keys), cache._trim(surplus, values)
         if type(cache) in IN_ORDER:
-            keys, values = _arrays(cache)
+            arrays: Any = cache.keys, cache.values
+            if type(cache) is QuantizedKVCache:
+                packing: Any = {"group_size": cache.group_size, "bits": cache.bits}
+                arrays = (mx.dequantize(*packed, **packing) for packed in arrays)
+            keys, values = arrays
             return keys[..., : cache.offset, :], values[..., : cache.offset, :]
         raise ValueError(
             f"cache {index} of the target is a {type(cache).__name__}, which holds no keys "
             "and values that a drafter could read: use another drafter."
         )
-
-
-def _arrays(cache: Any) -> list[mx.array]:
-    """Keys and values of a cache that is not empty, unpacked."""
-    if not isinstance(cache, QuantizedKVCache):
-        return [cache.keys, cache.values]
-    arrays: tuple[Any, Any] = (cache.keys, cache.values)
-    return [
-        mx.dequantize(packed, scales, biases, group_size=cache.group_size, bits=cache.bits)
-        for packed, scales, biases in arrays
-    ]

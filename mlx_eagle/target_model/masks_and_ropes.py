@@ -10,7 +10,7 @@ positions, and some rows need the very numbers that they would get one by one.
 
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import mlx.core as mx
@@ -27,13 +27,8 @@ def exact_masks(caches: list[Any], num_rows: int) -> AbstractContextManager[None
     mlx-lm masks the rows of a block only by distance. A RotatingKVCache that keeps its first
     tokens would then lose these, one per row, instead of the oldest others.
     """
-    changed = []
-    for cache in caches:
-        keeps = type(cache) is RotatingKVCache and cache.keep > 0
-        if keeps and num_rows > 1 and cache.offset + num_rows > cache.max_size:
-            changed.append(cache)
-    if not changed:
-        return nullcontext()
+    keeping = [c for c in caches if num_rows > 1 and type(c) is RotatingKVCache and c.keep > 0]
+    changed = [c for c in keeping if c.offset + num_rows > c.max_size]
     return tree_masks(changed, mx.tri(num_rows, dtype=mx.bool_), mx.arange(num_rows))
 
 
@@ -140,12 +135,8 @@ def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def find_ropes(model: nn.Module) -> list[nn.Module]:
     """The rotary embedding modules of a model's layers, by the name mlx-lm gives them."""
-    found: dict[int, nn.Module] = {}
-    for layer in model.layers:
-        for name, module in named_modules(layer):
-            if name in ("rope", "rotary_emb"):
-                found[id(module)] = module
-    return list(found.values())
+    named = (pair for layer in model.layers for pair in named_modules(layer))
+    return list({id(m): m for name, m in named if name in ("rope", "rotary_emb")}.values())
 
 
 def evaluate_ropes(model: nn.Module) -> None:

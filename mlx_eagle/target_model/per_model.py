@@ -13,9 +13,6 @@ class PerModel(Generic[T]):
     def __init__(self) -> None:
         self._found: dict[tuple[object, ...], T] = {}
 
-    def __len__(self) -> int:
-        return len(self._found)
-
     def get(self, measure: Callable[[], T], *owners: object, settings: object = None) -> T:
         """The value of ``measure()`` for ``owners`` and hashable ``settings``, computed once."""
         key = (settings, *map(id, owners))

@@ -143,38 +143,32 @@ def _is_exact(
 
     ``num_cut``: the same after a pass of which they keep these numbers of rows.
     """
-    try:
-        return _probe_batch(model, mask_axes, num_rows, num_cut)
-    except (TypeError, ValueError, IndexError):
-        return False
-
-
-def _probe_batch(
-    model: nn.Module, mask_axes: int, num_rows: int, num_cut: tuple[int, int]
-) -> bool:
     vocab_size = _logits(model, [0], make_prompt_cache(model)).shape[-1]
     tokens = [vocab_size * i // 11 for i in range(2, 11)]
     texts = [(tokens[:4], tokens[4:]), (tokens[6:7], tokens[3:])]
     shared = RaggedCaches(mask_axes)
     single = []
-    for (prefix, rows), skipped in zip(texts, num_cut, strict=True):
-        cache = make_prompt_cache(model)
-        _logits(model, prefix, cache)
-        shared.join(cache)
-        if skipped:
-            _logits(model, rows[:skipped], cache)
-        single.append(_logits(model, rows[skipped : skipped + num_rows], deepcopy(cache)))
-    if any(num_cut):
-        target = Target(model)
-        caches = shared.open()
-        size = max(num_cut) + 1
-        with target.recording(caches, size, shared.keep_updates):
-            target.batch(mx.array([rows[:size] for _, rows in texts]), caches)
-        shared.advance(num_cut)
-    expected = mx.stack(single)
     following = [rows[n : n + num_rows] for (_, rows), n in zip(texts, num_cut, strict=True)]
-    logits = model(mx.array(following), cache=shared.open())
-    mx.eval(logits)
+    try:
+        for (prefix, rows), skipped, after in zip(texts, num_cut, following, strict=True):
+            cache = make_prompt_cache(model)
+            _logits(model, prefix, cache)
+            shared.join(cache)
+            if skipped:
+                _logits(model, rows[:skipped], cache)
+            single.append(_logits(model, after, cache))
+        if any(num_cut):
+            target = Target(model)
+            caches = shared.open()
+            size = max(num_cut) + 1
+            with target.recording(caches, size, shared.keep_updates):
+                target.batch(mx.array([rows[:size] for _, rows in texts]), caches)
+            shared.advance(num_cut)
+        logits = model(mx.array(following), cache=shared.open())
+        mx.eval(logits)
+    except (TypeError, ValueError, IndexError):
+        return False
+    expected = mx.stack(single)
     # What other kernels and other sums make of it in this model's arithmetic.
     prefix, rows = texts[0]
     text = [*prefix, *rows[: num_cut[0] + num_rows]]

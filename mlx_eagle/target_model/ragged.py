@@ -13,13 +13,14 @@ states are recomputed from what was recorded of the pass (``states.py``).
 """
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from functools import partial
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 
-from .cache_view import STEP, CacheView
+from .cache_view import STEP, CacheView, single_caches
 from .states import KeptRows, StateUpdates, recurrent_caches
 
 
@@ -27,87 +28,49 @@ class RaggedStates:
     """One layer's states for B texts, each an array (B, ...), or None if there is none yet."""
 
     def __init__(self, size: int):
-        self._size = size
-        self._states: list[mx.array | None] = [None] * size
+        self._states: Any = ArraysCache(size)
         self._restore: Callable[[], list[Any]] | None = None  # what makes those that are kept
-        self._pass: Any = ArraysCache(size)
+        self._pass: Any = ArraysCache(0)
 
-    def _kept(self) -> list[mx.array | None]:
+    def _kept(self) -> Any:
         """The states, computed on demand, so that other work can be started before."""
         if self._restore is not None:
-            self._states = self._restore()
+            self._states.cache = self._restore()
             self._restore = None
         return self._states
 
     def begin(self) -> Any:
         """Begin a pass; return the cache for the model. Nothing that it writes is kept yet."""
-        self._pass = ArraysCache(self._size)
-        self._pass.cache = list(self._kept())
+        self._pass = copy(self._kept())
+        self._pass.cache = list(self._pass.cache)
         return self._pass
 
     def advance(self, kept: KeptRows, updates: StateUpdates | None) -> None:
         """Keep the ``kept`` rows of the pass; all of them without ``updates``."""
         if updates is None or kept.same == updates.num_rows:
-            self._states = list(self._pass.cache)
+            self._states.cache = list(self._pass.cache)
             self._restore = None
         else:
             self._restore = partial(updates.states, self._pass, kept)
 
     def join(self, cache: ArraysCache, num_others: int) -> None:
         """Append the states of a text, which are not changed, after ``num_others``."""
-        self._states = [
-            _joined(mine, theirs, num_others)
-            for mine, theirs in zip(self._kept(), cache.cache, strict=True)
-        ]
-        self._pass = ArraysCache(self._size)
+        states = self._kept()
+        states.left_padding = mx.zeros(num_others)  # by which mlx-lm counts texts without states
+        states.extend(cache)
+        states.left_padding = None
+        self._pass = ArraysCache(0)
 
     def keep(self, index: mx.array) -> None:
         """Drop all other texts, also from the current pass."""
-        self._states = [None if array is None else array[index] for array in self._kept()]
-        self._pass.cache = [None if array is None else array[index] for array in self._pass.cache]
+        self._kept().filter(index)
+        self._pass.filter(index)
 
     def extract(self, index: int) -> Any:
         """One text's states."""
-        cache: Any = ArraysCache(self._size)
-        cache.cache = [None if a is None else a[index : index + 1] for a in self._kept()]
-        return cache
-
-
-def _joined(mine: mx.array | None, theirs: mx.array | None, num_others: int) -> mx.array | None:
-    """States (B, ...) followed by one more text's; zeros replace missing ones."""
-    like = theirs if mine is None else mine
-    if like is None:
-        return None
-    if mine is None:
-        mine = mx.zeros((num_others, *like.shape[1:]), like.dtype)
-    if theirs is None:
-        theirs = mx.zeros((1, *like.shape[1:]), like.dtype)
-    return mx.concatenate([mine, theirs])
-
-
-class RaggedList:
-    """A layer that keeps several caches, as a ``CacheList``; its methods are ``RaggedStates``'."""
-
-    def __init__(self, cache: CacheList, make: Callable[[Any], Any]):
-        self._members = [make(member) for member in cache.caches]
-
-    def begin(self) -> CacheList:
-        return CacheList(*[member.begin() for member in self._members])
-
-    def advance(self, kept: KeptRows, updates: StateUpdates | None) -> None:
-        for member in self._members:
-            member.advance(kept, updates)
-
-    def join(self, cache: CacheList, num_others: int) -> None:
-        for member, own in zip(self._members, cache.caches, strict=True):
-            member.join(own, num_others)
-
-    def keep(self, index: mx.array) -> None:
-        for member in self._members:
-            member.keep(index)
-
-    def extract(self, index: int) -> CacheList:
-        return CacheList(*[member.extract(index) for member in self._members])
+        states = copy(self._kept())
+        states.filter(slice(index, index + 1))
+        return states
 
 
 SLACK = 16  # columns by which a ring is larger than its window, or as many as a pass needs
@@ -122,13 +85,6 @@ def can_share(caches: Sequence[Any]) -> bool:
         or (type(c) is CacheList and any(recurrent_caches([c])) and can_share(c.caches))
         for c in caches
     )
-
-
-def _length(cache: Any) -> int:
-    """Number of tokens that a text's cache has seen, as far as it knows."""
-    if isinstance(cache, CacheList):
-        return max(map(_length, cache.caches), default=0)
-    return getattr(cache, "offset", 0)
 
 
 def _round_up(number: int, step: int) -> int:
@@ -192,24 +148,31 @@ class RowLengths:
         return self.once(("flat_index", shape, num_rows, ring), make)
 
     def mask(self, num_rows: int, ring: int | None, window: int | None) -> mx.array:
-        """Mask of the columns that each row of a pass sees, (B, 1, R, S) or with one more axis."""
+        """Mask of the columns that each row of a pass sees, (B, 1, R, S) or with one more axis.
+
+        Without rows it is that of the last row before the pass.
+        """
 
         def make() -> mx.array:
-            columns = mx.arange(self.width(num_rows, ring))
-            if ring is not None and self.longest + num_rows > ring:
-                # What a column holds: the last position before the end that belongs there.
-                last = self.after(num_rows)[:, None] - 1
-                columns = last - (last - columns) % ring
-            slots = columns if columns.ndim == 1 else columns[:, None, None]
-            rows = self.positions(num_rows)[:, None, :, None]
+            rows = self.positions(num_rows) if num_rows else self.offset[:, None] - 1
+            rows = rows[:, None, :, None]
+            slots = mx.arange(self.width(num_rows, ring))
+            wraps = ring is not None and self.longest + num_rows > ring
+            if wraps:
+                slots = _held(slots, self.after(num_rows)[:, None, None, None], ring)
             mask = slots <= rows
             if window is not None:
                 mask = mask & (slots > rows - window)
-            if columns.ndim > 1:
+            if wraps:
                 mask = mask & (slots >= 0)
             return mask if self._mask_axes == 4 else mask[:, None]
 
         return self.once(("mask", num_rows, ring, window), make)
+
+
+def _held(columns: mx.array, length: Any, ring: int | None) -> mx.array:
+    """Positions that columns hold once ``length`` rows are written; below 0: none yet."""
+    return columns if ring is None else length - 1 - (length - 1 - columns) % ring
 
 
 class RaggedCache:
@@ -256,13 +219,7 @@ class RaggedCache:
         Valid are all positions, or the ones in the window.
         """
         width = self._rows.width(0, self._ring)
-        last = self._rows.offset[:, None, None, None] - 1
-        slots = mx.arange(width)
-        if self._ring is not None:
-            slots = last - (last - slots) % self._ring
-        mask = (slots <= last) & (slots >= 0)
-        if self.max_size is not None:
-            mask = mask & (slots > last - self.max_size)
+        mask = self._rows.mask(0, self._ring, self.max_size).reshape(-1, 1, 1, width)
         return self.keys[..., :width, :], self.values[..., :width, :], mask
 
     @property
@@ -284,23 +241,20 @@ class RaggedCache:
 
     def join(self, cache: KVCache | RotatingKVCache, num_others: int) -> None:
         """Append the cache of a text, which is not changed, after ``num_others``."""
-        if cache.keys is None and self.keys is None:
+        is_empty = cache.keys is None or cache.offset == 0
+        if is_empty and self.keys is None:
             return
         need = max(cache.offset, self._rows.longest)
         num_columns = self._columns(max(need, self._num_columns))
-        own: tuple[Any, Any] = (None, None) if cache.keys is None else CacheView([cache]).rows(0)
-        buffers = []
-        for mine, theirs in zip((self.keys, self.values), own, strict=True):
-            like = mine if theirs is None else theirs
-            blank = (1, like.shape[1], num_columns, like.shape[3])
-            if mine is None:
-                mine = mx.zeros((num_others, *blank[1:]), like.dtype)
-            if theirs is None:
-                buffer = mx.zeros(blank, like.dtype)
-            else:
-                buffer = self._row_buffer(theirs, cache.offset, num_columns)
-            buffers.append(mx.concatenate([_pad_columns(mine, num_columns), buffer]))
-        self.keys, self.values = buffers
+        arrays = [self.keys, self.values]
+        # Of an empty text any entries do: no row of it sees them.
+        no_rows = [mx.zeros_like(array[:1, :, :1]) for array in arrays] if is_empty else None
+        for i, theirs in enumerate(no_rows or CacheView([cache]).rows(0)):
+            if arrays[i] is None:
+                arrays[i] = mx.zeros((num_others, *theirs.shape[1:]), theirs.dtype)
+            buffer = self._row_buffer(theirs, cache.offset, num_columns)
+            arrays[i] = mx.concatenate([_pad_columns(arrays[i], num_columns), buffer])
+        self.keys, self.values = arrays
 
     def keep(self, index: mx.array) -> None:
         """Drop all other texts."""
@@ -314,7 +268,7 @@ class RaggedCache:
         length = self._rows.lengths[index]
         if self.keys is None or length == 0:
             return cache
-        num_kept = length if self.max_size is None else min(length, self.max_size)
+        num_kept = min(length, self.max_size or length)
         columns = mx.arange(length - num_kept, length)
         if self._ring is not None:
             columns = columns % self._ring
@@ -342,38 +296,27 @@ class RaggedCache:
         return self.max_size + self._rows.slack
 
     def _make_room(self, num_rows: int) -> None:
-        """Enlarge the row buffers so that ``num_rows`` more fit."""
-        ring = self._ring_for(num_rows)
-        if ring != self._ring:
-            self._resize_ring(ring)
-        num_columns = self._columns(self._rows.longest + num_rows)
-        if self.keys is not None and self._num_columns < num_columns:
-            self.keys = _pad_columns(self.keys, num_columns)
-            self.values = _pad_columns(self.values, num_columns)
-
-    def _resize_ring(self, ring: int | None) -> None:
-        """Copy the row buffers into a larger ring."""
-        before = self._ring
-        self._ring = ring
-        if self.keys is None or before is None or ring is None:
+        """Enlarge the row buffers, and their ring, so that ``num_rows`` more fit."""
+        before: Any = self._ring
+        self._ring = self._ring_for(num_rows)
+        if self.keys is None:
             return
-        columns = mx.arange(self._columns(self._rows.longest))
-        last = self._rows.offset[:, None] - 1
-        slots = mx.maximum(last - (last - columns) % ring, 0) % before
-        index = mx.minimum(slots, self._num_columns - 1)[:, None, :, None]
-        self.keys = mx.take_along_axis(self.keys, index, axis=2)
-        self.values = mx.take_along_axis(self.values, index, axis=2)
+        if self._ring != before:
+            columns = mx.arange(self._columns(self._rows.longest))
+            positions = _held(columns, self._rows.offset[:, None], self._ring)
+            slots = mx.minimum(mx.maximum(positions, 0) % before, self._num_columns - 1)
+            index = slots[:, None, :, None]
+            self.keys = mx.take_along_axis(self.keys, index, axis=2)
+            self.values = mx.take_along_axis(self.values, index, axis=2)
+        num_columns = self._columns(self._rows.longest + num_rows)
+        self.keys = _pad_columns(self.keys, num_columns)
+        self.values = _pad_columns(self.values, num_columns)
 
     def _row_buffer(self, entries: mx.array, length: int, num_columns: int) -> mx.array:
         """The last entries (1, H, n, D) of a text of that length, each in its column."""
-        if self._ring is None or length <= num_columns:
-            front = length - entries.shape[2]
-            back = num_columns - length
-            return mx.pad(entries, [(0, 0), (0, 0), (front, back), (0, 0)])
-        columns = mx.arange(num_columns)
-        positions = length - 1 - (length - 1 - columns) % self._ring
-        index = mx.maximum(positions - (length - entries.shape[2]), 0)
-        return mx.take(entries, index, axis=2)
+        num_kept = entries.shape[2]
+        positions = _held(mx.arange(num_columns), length, self._ring)
+        return mx.take(entries, mx.clip(positions - length + num_kept, 0, num_kept - 1), axis=2)
 
     def _written(self, buffers: mx.array | None, rows: mx.array) -> mx.array:
         """Write rows (B, H, R, D) at their columns into the row buffers (B, H, S, D), in place."""
@@ -401,7 +344,7 @@ class RaggedCaches:
 
     def __init__(self, mask_axes: int = 4) -> None:
         self.rows = RowLengths(mask_axes)
-        self.layers: list[RaggedCache | RaggedStates | RaggedList] = []
+        self.layers: list[Any] = []  # RaggedCache, RaggedStates, or a CacheList of them
         self._updates: StateUpdates | None = None
 
     def open(self) -> list[Any]:
@@ -410,7 +353,7 @@ class RaggedCaches:
         An earlier pass of which nothing was kept is forgotten.
         """
         self._updates = None
-        return [layer.begin() for layer in self.layers]
+        return _each(self.layers, lambda layer: layer.begin())
 
     def keep_updates(self, updates: StateUpdates | None) -> None:
         """Keep the pass's record of its state updates, for ``advance``."""
@@ -425,7 +368,7 @@ class RaggedCaches:
         """
         updates = self._updates
         kept = KeptRows(tuple(num_rows), 1 if updates is None else updates.num_rows)
-        for layer in self.layers:
+        for layer in single_caches(self.layers):
             layer.advance(kept, updates)
         self.rows.set([n + more for n, more in zip(self.rows.lengths, num_rows, strict=True)])
 
@@ -434,21 +377,23 @@ class RaggedCaches:
         others = self.rows.lengths
         if not others:
             self.rows.slack = SLACK
-            self.layers = [self._make(cache) for cache in caches]
-        for layer, cache in zip(self.layers, caches, strict=True):
+            self.layers = _each(caches, self._make)
+        single = list(single_caches(caches))
+        for layer, cache in zip(single_caches(self.layers), single, strict=True):
             layer.join(cache, len(others))
-        self.rows.set([*others, max(map(_length, caches), default=0)])
+        # Layers without keys and values do not count tokens.
+        self.rows.set([*others, max((getattr(c, "offset", 0) for c in single), default=0)])
 
     def keep(self, index: list[int]) -> None:
         """Drop all texts but these, in this order."""
         self.layers = self.layers if index else []
-        for layer in self.layers:
+        for layer in single_caches(self.layers):
             layer.keep(mx.array(index, mx.int32))
         self.rows.set([self.rows.lengths[b] for b in index])
 
     def extract(self, index: int) -> list[Any]:
         """One text's caches."""
-        return [layer.extract(index) for layer in self.layers]
+        return _each(self.layers, lambda layer: layer.extract(index))
 
     def view(self, index: int) -> CacheView:
         """One text's caches, each extracted when it is read."""
@@ -461,10 +406,13 @@ class RaggedCaches:
             raise ValueError(f"cache {index} of the target holds no keys and values to read.")
         return layer.kept()
 
-    def _make(self, cache: Any) -> RaggedCache | RaggedStates | RaggedList:
+    def _make(self, cache: Any) -> RaggedCache | RaggedStates:
         """Make the cache that holds several texts' caches like this one."""
-        if isinstance(cache, CacheList):
-            return RaggedList(cache, self._make)
         if isinstance(cache, ArraysCache):
             return RaggedStates(len(cache.cache))
         return RaggedCache(self.rows, getattr(cache, "max_size", None))
+
+
+def _each(caches: Sequence[Any], make: Callable[[Any], Any]) -> list[Any]:
+    """Results of ``make`` for each cache; of a ``CacheList``, one with those of its members."""
+    return [CacheList(*_each(c.caches, make)) if type(c) is CacheList else make(c) for c in caches]

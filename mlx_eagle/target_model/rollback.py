@@ -45,13 +45,13 @@ class TrimRollback:
 
     def __init__(self, cache: Any, num_rows: int | None = None):
         self.cache = cache
-        self.start = cache.offset
+        self.start: int = cache.offset
 
     @property
     def _first_column(self) -> int:
-        """Column of the first row of the pass."""
-        start: int = self.start
-        return start
+        """Column of the first row of the pass; a WindowCache may have moved it in the pass."""
+        cache = self.cache
+        return int(getattr(cache, "_idx", cache.offset) - (cache.offset - self.start))
 
     def rollback(self, num_rows: int) -> None:
         surplus = self.cache.offset - (self.start + num_rows)
@@ -82,15 +82,6 @@ class TrimRollback:
             cache.trim(cache.offset - self.start - num_rows)
 
 
-class WindowRollback(TrimRollback):
-    """``TrimRollback`` for caches in which a pass may move earlier entries to the front."""
-
-    @property
-    def _first_column(self) -> int:
-        column: int = self.cache._idx - (self.cache.offset - self.start)
-        return column
-
-
 class ConcatenateRollback(TrimRollback):
     """Cuts the arrays too: mlx-lm would append to all of them, trimmed rows included."""
 
@@ -116,21 +107,17 @@ class RotatingRollback:
         self.cache = cache
         self.start = cache.offset
         self._index = cache._idx
-        self._in_place = num_rows == 1 and _appends_in_place(cache)
-        self._keys = None
-        self._values = None
-        if not self._in_place and cache.keys is not None:
+        self._arrays: list[Any] | None = None
+        if num_rows != 1 or not _appends_in_place(cache):
             # New handles: rows that come one by one are written in place, and must not
             # change these.
-            self._keys = cache.keys[...]
-            self._values = cache.values[...]
+            self._arrays = [None if a is None else a[...] for a in (cache.keys, cache.values)]
 
     def rollback(self, num_rows: int) -> None:
         cache = self.cache
         if num_rows == 0:
-            if not self._in_place:
-                cache.keys = self._keys
-                cache.values = self._values
+            if self._arrays is not None:
+                cache.keys, cache.values = self._arrays
             cache.offset = self.start
             cache._idx = self._index
             return
@@ -186,7 +173,7 @@ RULES: dict[type, Callable[[Any, int | None], Any]] = {
     ChunkedKVCache: TrimRollback,
     ConcatenateKVCache: ConcatenateRollback,
     RotatingKVCache: RotatingRollback,
-    WindowCache: WindowRollback,
+    WindowCache: TrimRollback,
     ArraysCache: StateRollback,
 }
 """Matched by exact type: a subclass may keep state that these rules do not know."""
@@ -283,13 +270,9 @@ class Checkpoint:
     def cut(self, num_rows: int) -> None:
         """``rollback``, but recurrent states that can be recomputed later wait for ``restore``."""
         self._caches[:] = self._before  # a cache may have been replaced by its quantized copy
-        self._kept = None
-        runs_again = False
-        if num_rows > 0 and self.recurrent:
-            if self._updates is None:
-                runs_again = True
-            else:
-                self._kept = KeptRows((num_rows,), self._updates.num_rows)
+        updates = self._updates if num_rows > 0 else None
+        self._kept = None if updates is None else KeptRows((num_rows,), updates.num_rows)
+        runs_again = num_rows > 0 and updates is None and bool(self.recurrent)
         for entry in self.entries:
             entry.rollback(0 if runs_again else num_rows)
         if runs_again:

@@ -12,21 +12,16 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.nn.layers.distributed import (
-    AllToShardedLinear,
-    QuantizedAllToShardedLinear,
-    QuantizedShardedToAllLinear,
-    ShardedToAllLinear,
-)
+from mlx.nn.layers import distributed as layers
 from mlx_lm.models.pipeline import PipelineMixin
 
 from .masks_and_ropes import named_modules
 
 SHARDED = (
-    AllToShardedLinear,
-    QuantizedAllToShardedLinear,
-    QuantizedShardedToAllLinear,
-    ShardedToAllLinear,
+    layers.AllToShardedLinear,
+    layers.QuantizedAllToShardedLinear,
+    layers.QuantizedShardedToAllLinear,
+    layers.ShardedToAllLinear,
 )
 
 Exchange = Callable[[mx.array], mx.array]

@@ -7,7 +7,7 @@ arrays, are shared.
 
 The copy's attention over a few rows can be split into groups of rows that Metal's vector kernel
 takes: up to 8 rows, and 32 rows times query heads per key head (``fused_rows`` in
-``system/device.py``). A larger pass goes through plain operations, which read keys and values
+``attention.py``). A larger pass goes through plain operations, which read keys and values
 once for every *query* head and put all scores into memory. Each group reads them once: with 8
 query heads per key head, 8 rows in two groups read a quarter. A row's sum is the same in every
 group, so at most rounding changes. MLX can also be told to use a fused kernel where it would
@@ -16,8 +16,7 @@ take plain operations. Whether either is faster is measured (``decoding/pass_cos
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from itertools import islice
+from functools import cache, partial
 from types import FunctionType
 from typing import Any
 
@@ -25,7 +24,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .absorbed import AbsorbedAttention, NotedProjection, can_absorb, find_projections
-from .attention import NAME, AttentionOptions, attend_with_options, find_attention, no_kernel
+from .attention import NAME, AttentionOptions, attend_with_options, find_attention
 from .masks_and_ropes import PositionedRope, RowPositions, find_ropes, named_modules, tree_masks
 from .states import StateRecorder, is_recurrent
 
@@ -65,46 +64,36 @@ class StandIn:
     caller may change further. It does not see weights that the user's model is given later.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        changed: Iterable[nn.Module] = (),
-        most_rows: Callable[[int, int], int] = no_kernel,
-    ):
+    def __init__(self, model: nn.Module, changed: Iterable[nn.Module] = ()):
         self.positions = RowPositions()
-        self.attention = AttentionOptions(most_rows)
+        self.attention = AttentionOptions()
         self.absorbed = AbsorbedAttention()
         self.states = StateRecorder()
         ropes = find_ropes(model)
         others = self._changed_methods(model, ropes)
-        groups = [list(changed), ropes, find_projections(model), [m for m, _ in others]]
-        self.model, copies = copy_modules(model, [m for group in groups for m in group])
-        left = iter(copies)
-        self.copies, ropes, projections, copies = (
-            list(islice(left, len(group))) for group in groups
-        )
+        projections = find_projections(model)
+        changed = list(changed)
+        copied = module_copier([*changed, *ropes, *projections, *(module for module, _ in others)])
+        self.model = copied(model)
+        self.copies = [copied(module) for module in changed]
         for rope in ropes:
-            add_behaviour(rope, PositionedRope)
-            rope._row_positions = self.positions
+            add_behaviour(copied(rope), PositionedRope, _row_positions=self.positions)
         for projection in projections:
-            add_behaviour(projection, NotedProjection)
-            projection._absorbed = self.absorbed
-        for module, (_, methods) in zip(copies, others, strict=True):
-            module.__class__ = type(type(module).__name__, (type(module),), methods)
+            add_behaviour(copied(projection), NotedProjection, _absorbed=self.absorbed)
+        for module, methods in others:
+            add_behaviour(copied(module), **methods)
 
     def _changed_methods(
         self, model: nn.Module, ropes: list[nn.Module]
     ) -> list[tuple[nn.Module, dict[str, Any]]]:
         """The modules of a model, except ``ropes``, that need other methods, and the methods."""
         attention = {id(module) for module in find_attention(model)}
-        by_type: dict[tuple[type, bool], dict[str, Any]] = {}
+        methods_by_type = cache(self._methods)
         found = {}
         for _, module in named_modules(model):
-            key = type(module), id(module) in attention
-            if key not in by_type:
-                by_type[key] = self._methods(*key)
-            if by_type[key] and not any(module is rope for rope in ropes):
-                found[id(module)] = module, by_type[key]
+            methods = methods_by_type(type(module), id(module) in attention)
+            if methods and not any(module is rope for rope in ropes):
+                found[id(module)] = module, methods
         return list(found.values())
 
     def _methods(self, module_type: type, attends: bool) -> dict[str, Any]:
@@ -135,11 +124,11 @@ class StandIn:
             yield
 
 
-def copy_modules(model: nn.Module, changed: list[nn.Module]) -> tuple[nn.Module, list[nn.Module]]:
-    """``model`` with the modules ``changed`` replaced by copies; returns it and the copies.
+def module_copier(changed: list[nn.Module]) -> Callable[[Any], Any]:
+    """Function of a model or a module: a copy with copies of ``changed``, wherever they are in it.
 
     These modules and all modules that contain them are copied, at any depth; a module that occurs
-    twice has one copy. Everything else is shared with ``model``, which is not changed.
+    twice has one copy. Everything else is shared with the model, which is not changed.
     """
     wanted = {id(module) for module in changed}
     done: dict[int, Any] = {}
@@ -152,8 +141,7 @@ def copy_modules(model: nn.Module, changed: list[nn.Module]) -> tuple[nn.Module,
             done[id(value)] = _with_members(value, copied, id(value) in wanted)
         return done[id(value)]
 
-    new_model = copied(model)
-    return new_model, [copied(module) for module in changed]
+    return copied
 
 
 def _with_members(value: Any, copied: Any, must_copy: bool) -> Any:
@@ -172,7 +160,7 @@ def _with_members(value: Any, copied: Any, must_copy: bool) -> Any:
     return new
 
 
-def add_behaviour(copy: nn.Module, behaviour: type) -> None:
-    """Let the methods of ``behaviour`` override the ones of the copy's own class."""
+def add_behaviour(copy: nn.Module, /, *behaviour: type, **members: Any) -> None:
+    """Let ``members``, then the methods of ``behaviour``, override those of the copy's class."""
     original = type(copy)
-    copy.__class__ = type(original.__name__, (behaviour, original), {})
+    copy.__class__ = type(original.__name__, (*behaviour, original), members)

@@ -1,13 +1,12 @@
 """Taps on an unmodified mlx-lm model: the activations entering chosen layers."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from .attention import AttentionOptions, no_kernel
 from .masks_and_ropes import exact_masks, positions_of_one_scale
 from .sharding import Exchange, find_stage
 from .stand_in import StandIn, add_behaviour
@@ -55,13 +54,7 @@ class Target:
     belongs to one generation.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        taps: tuple[int, ...] = (),
-        most_rows: Callable[[int, int], int] = no_kernel,
-    ):
-        """``most_rows``: rows that one attention kernel takes, see ``AttentionOptions``."""
+    def __init__(self, model: nn.Module, taps: tuple[int, ...] = ()):
         self.stage = find_stage(model)
         num_layers = self.stage.num_layers
         outside = [tap for tap in taps if not 0 <= tap <= num_layers + 1]
@@ -77,7 +70,8 @@ class Target:
         if taps and not self.stage.is_whole:
             self._recorded |= {self.stage.end, num_layers + 1}  # see Stage.fetch
         self._recorder = TapRecorder(self._recorded, num_layers)
-        self._stand_in = self._recording_stand_in(most_rows)
+        self._stand_in = self._recording_stand_in()
+        self.attention = self._stand_in.attention
         self._positions_of_one_scale = positions_of_one_scale(model)
         self.exchange: Exchange = mx.distributed.all_sum  # of activations in a pipeline
 
@@ -89,12 +83,7 @@ class Target:
         start: int = cache[0].offset
         return start // num == (start + num_rows - 1) // num
 
-    @property
-    def attention(self) -> AttentionOptions:
-        """Options of the attention in its passes."""
-        return self._stand_in.attention
-
-    def _recording_stand_in(self, most_rows: Callable[[int, int], int]) -> StandIn:
+    def _recording_stand_in(self) -> StandIn:
         """The model's stand-in, whose layers and final norm tell ``self._recorder``.
 
         The last layer always does, for ``logits_at``; of the others, the ones next to a tap.
@@ -104,11 +93,9 @@ class Target:
         recorded = {index: layer for index, layer in layers if index in wanted}
         if self.num_layers + 1 in self._recorded:
             recorded[self.num_layers] = find_final_norm(self.model)
-        stand_in = StandIn(self.model, recorded.values(), most_rows)
+        stand_in = StandIn(self.model, recorded.values())
         for index, copy in zip(recorded, stand_in.copies, strict=True):
-            add_behaviour(copy, RecordedLayer)
-            copy._recorder = self._recorder
-            copy._index = index
+            add_behaviour(copy, RecordedLayer, _recorder=self._recorder, _index=index)
         return stand_in
 
     def __call__(
@@ -124,14 +111,10 @@ class Target:
         makes the rows a tree (see ``tree_rows.ancestors``); without it they are a chain. For a
         chain, ``embeddings`` (R, h) may replace the tokens, which may then be empty (0,).
         """
-        if tree_mask is None:
-            given: dict[str, Any] = {}
-            if embeddings is not None:
-                given["input_embeddings"] = embeddings[None]
+        given = {} if embeddings is None else {"input_embeddings": embeddings[None]}
+        as_tree = self._stand_in.tree_attention
+        with nullcontext() if tree_mask is None else as_tree(cache, tree_mask):
             logits, seen = self._pass(tokens[None], cache, **given)
-        else:
-            with self._stand_in.tree_attention(cache, tree_mask):
-                logits, seen = self._pass(tokens[None], cache)
         features = self._features(seen, 1)
         return logits[0], None if features is None else features[0]
 

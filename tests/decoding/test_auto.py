@@ -583,7 +583,7 @@ def test_what_is_known_is_of_a_pair_and_gone_with_it():
     assert len({id(costs) for costs in [known, *others]}) == 5
     del model, drafter, other, known, others
     gc.collect()
-    assert len(round_costs._known) == 0
+    assert round_costs._known._found == {}
 
 
 def test_texts_of_a_pair_go_on_from_each_other(monkeypatch):

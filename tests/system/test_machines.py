@@ -5,13 +5,13 @@ import pytest
 from metal_rules import MATRIX_FROM
 
 from mlx_eagle.system.device import (
-    fused_rows,
     machine_of,
     on_curve,
     product_cost,
     this_machine,
     tile_doubt,
 )
+from mlx_eagle.target_model.attention import fused_rows
 
 APPLE = [  # what mx.device_info says
     ("Apple M1", "applegpu_g13g", "M1"),

@@ -23,8 +23,7 @@ from mlx_eagle.drafters.config import Eagle3Config
 from mlx_eagle.drafters.eagle3 import Eagle3Drafter
 from mlx_eagle.drafters.head import Eagle3Head
 from mlx_eagle.drafters.tree import parse_tree
-from mlx_eagle.system.device import fused_rows
-from mlx_eagle.target_model.attention import AttentionOptions, attend_with_options
+from mlx_eagle.target_model.attention import AttentionOptions, attend_with_options, fused_rows
 from mlx_eagle.target_model.cache_view import open_windows
 from mlx_eagle.target_model.ragged import RaggedCaches
 from mlx_eagle.target_model.rollback import Checkpoint
@@ -226,7 +225,7 @@ def test_on_long_contexts_one_row_may_take_a_kernel_of_its_own(per_key, one):
 @pytest.mark.parametrize("num_rows", [5, 8])
 def test_cut_into_parts_all_of_gpt_oss_takes_the_vector_kernel(num_rows):
     model, _ = pair("gpt-oss-20b")
-    target, cache, recorder = Target(model, (), fused_rows), make_prompt_cache(model), Recorder()
+    target, cache, recorder = Target(model), make_prompt_cache(model), Recorder()
     target.attention.is_on = True
     with recorder.recording():
         target(mx.zeros((20,), mx.int32), cache)
@@ -277,7 +276,7 @@ def test_no_pass_makes_an_array_of_a_windows_size(name):
     """Rows are written in place and windows are slices, whatever passes follow each other."""
     model = one_period(WINDOWED[name])
     mx.eval(model.parameters())
-    target, caches = Target(model, (), fused_rows), make_prompt_cache(model)
+    target, caches = Target(model), make_prompt_cache(model)
     windows = [cache for cache in caches if type(cache) is RotatingKVCache]
     prompt = mx.zeros((windows[0].max_size + 8,), mx.int32)
     with fused():
@@ -316,7 +315,7 @@ def cost_of_a_pass(target: Target, caches: list, num_rows: int, kept: int) -> tu
 @pytest.mark.parametrize("num_keys, rows", [(1100, [1] * 4), (500, [4])])
 def test_passes_of_gemma_4s_widest_heads_are_cut_into_single_rows(num_keys, rows):
     """Metal has a kernel for one row of 512 alone, with 8 query heads per key head."""
-    options, recorder = AttentionOptions(fused_rows, is_on=True), Recorder()
+    options, recorder = AttentionOptions(is_on=True), Recorder()
     queries, keys = mx.zeros((1, 8, 4, 512)), mx.zeros((1, 1, num_keys, 512))
     with recorder.recording():
         attend_with_options(options, queries, keys, keys, None, 1.0, "causal")

@@ -24,8 +24,7 @@ from mlx_eagle.decoding.decoder import Limits
 from mlx_eagle.decoding.loop import Pipeline, SingleRunner
 from mlx_eagle.decoding.setup import open_decoder
 from mlx_eagle.drafters.tree import DraftShape, TreeShape
-from mlx_eagle.system.device import fused_rows
-from mlx_eagle.target_model.attention import find_attention
+from mlx_eagle.target_model.attention import find_attention, fused_rows
 from mlx_eagle.target_model.kernels import KernelOptions
 from mlx_eagle.target_model.rollback import CacheQuantization
 from mlx_eagle.target_model.target import Target
@@ -91,11 +90,11 @@ def test_the_text_is_plain_decodings(case, rows):
 
 def test_each_part_reads_the_keys_up_to_its_last_row(rows):
     model = tiny_llama(**CROWDED)
-    target, cache = Target(model, (), fused_rows), make_prompt_cache(model)
+    target, cache = Target(model), make_prompt_cache(model)
     target.attention.is_on = True
     tokens = mx.array([*PROMPT, 3, 4, 5])
     target(tokens, cache)  # ten rows: another kernel's
-    whole = Target(model, (), fused_rows)
+    whole = Target(model)
     expected, _ = whole(mx.array([7, 8, 9, 1, 2, 6]), [copy(c) for c in cache])
     assert target.attention.matters and {num for num, _ in rows} == {10, 6}
     rows.clear()
@@ -120,7 +119,7 @@ def copy(cache: KVCache) -> KVCache:
 )
 def test_what_need_not_or_cannot_be_cut_is_left_alone(changes, num_rows, rows):
     model = tiny_llama(**changes)
-    target, cache = Target(model, (), fused_rows), make_prompt_cache(model)
+    target, cache = Target(model), make_prompt_cache(model)
     target.attention.is_on = True
     target(mx.arange(num_rows), cache)
     assert rows == [(num_rows, num_rows)] * len(model.layers)
@@ -128,9 +127,9 @@ def test_what_need_not_or_cannot_be_cut_is_left_alone(changes, num_rows, rows):
 
 def test_the_users_model_and_others_targets_keep_their_attention(rows):
     model = tiny_llama(**CROWDED)
-    target = Target(model, (), fused_rows)
+    target = Target(model)
     target.attention.is_on = True
-    Target(model, (), fused_rows)(mx.arange(8), make_prompt_cache(model))
+    Target(model)(mx.arange(8), make_prompt_cache(model))
     model(mx.arange(8)[None], cache=make_prompt_cache(model))
     assert rows == [(8, 8)] * 2 * len(model.layers)
 
@@ -139,7 +138,7 @@ def test_attention_sinks_and_windows_go_through(rows):
     """gpt-oss: 8 query heads per key head, sinks in every layer, windows in every other."""
     model = build("gpt_oss (20b)", head_dim=64)
     tokens = mx.array(PROMPT * 2)
-    split, whole = (Target(model, (), fused_rows) for _ in range(2))
+    split, whole = (Target(model) for _ in range(2))
     split.attention.is_on = True
     results = []
     for target in (split, whole):
@@ -187,7 +186,7 @@ def test_a_kernel_is_forced_where_mlx_would_take_none(changes, is_there, seen):
 def test_a_kernel_is_forced_in_place_of_parts(is_there, expected, seen):
     """Parts may have been chosen before it is tried, and stay where MLX has no such kernel."""
     model = tiny_llama(**CROWDED)
-    target = Target(model, (), fused_rows)
+    target = Target(model)
     target.attention.use(is_on=True, is_forced=True)
     target(mx.arange(8), make_prompt_cache(model))
     assert seen == expected * len(model.layers)
