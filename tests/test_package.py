@@ -276,7 +276,6 @@ def run_in(site: Path, *arguments: str | Path) -> subprocess.CompletedProcess:
 MODULES = [
     *(name for name in COMMANDS if name != "mlx_eagle.with"),
     "mlx_eagle.demo",
-    "mlx_eagle.train.answers",
 ]
 
 

@@ -172,7 +172,7 @@ def compare(settings: TrainSettings, report=lambda line: None) -> Comparison:
     rows = read_data(settings.data)
     if settings.regenerate:
         answers = Path(settings.output) / "answers"
-        rows = regenerate(rows, answers, model, tokenizer, settings.answers())
+        rows = regenerate(rows, answers, model, tokenizer, settings)
     examples = read_examples(rows, tokenizer, config["vocab_size"], settings.max_seq_length)
     given = None if settings.init is None else open_given(settings.init, settings.model)
     student, given = begin(settings, given, model, config, examples)

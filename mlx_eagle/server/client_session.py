@@ -167,7 +167,7 @@ class ClientSession:
         """Give the chat and its answer to ``collector``, if it is one and was not cut off.
 
         It gets the row of one of mlx-lm's data sets, with the exact tokens, as
-        ``mlx_eagle.train.answers`` writes them, if the tokenizer makes the same prompt of the
+        ``mlx_eagle.train --regenerate`` writes them, if the tokenizer makes the same prompt of the
         messages again; else the reader of the row would refuse them.
         """
         request = self.request

@@ -4,14 +4,12 @@ Many are given at once through mlx-lm's own batching, and a file of answers that
 continued.
 """
 
-import argparse
 import json
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import closing
-from dataclasses import fields
 from itertools import islice
 from pathlib import Path
 from random import Random
@@ -23,14 +21,10 @@ from mlx_lm.generate import BatchGenerator
 from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..system.cli_values import add_flags, add_version_flag, use_plain_words
-from ..system.device import prepare_device
-from ..system.exit_codes import run_command
 from ..system.progress import open_bar
 from ..system.ranks import is_first
-from .data import Fields, Rows, prompt_of, read_data, read_rows
-from .settings import AnswerSettings
-from .teacher import load_target
+from .data import Fields, Rows, prompt_of, read_data
+from .settings import TrainSettings
 
 
 class AskedPrompt(NamedTuple):
@@ -86,22 +80,22 @@ def _answers(
     tokenizer: TokenizerWrapper,
     temp: float,
     questions: Iterable[AskedPrompt],
-    settings: AnswerSettings,
+    settings: TrainSettings,
 ) -> Iterator[Fields]:
-    """Answer questions at one temperature, ``rows`` at once; yield a row of data for each."""
+    """Answer questions at one temperature, several at once; yield a row of data for each."""
     generator = BatchGenerator(
         model,
-        max_tokens=settings.max_tokens,
+        max_tokens=settings.answer_tokens,
         stop_tokens=[[token] for token in tokenizer.eos_token_ids],
         sampler=make_sampler(temp=temp),
-        completion_batch_size=settings.rows,
+        completion_batch_size=settings.answer_rows,
     )
     waiting = iter(questions)
     running: dict[int, tuple[AskedPrompt, list[int]]] = {}
     with closing(generator):
         while True:
             # Those that wait here have no caches yet.
-            for question in islice(waiting, settings.rows - len(running)):
+            for question in islice(waiting, settings.answer_rows - len(running)):
                 (uid,) = generator.insert([question.tokens])
                 running[uid] = (question, [])
             if not running:
@@ -129,7 +123,7 @@ def answer_file(
     tokenizer: TokenizerWrapper,
     rows: Rows,
     output: Path,
-    settings: AnswerSettings,
+    settings: TrainSettings,
     report_seconds: float = 30.0,
 ) -> None:
     """Answer what every row asks at every temperature, and append the answers to ``output``.
@@ -144,9 +138,9 @@ def answer_file(
         for i, (where, row) in enumerate(read_questions(rows).items())
     ]
     Random(settings.seed).shuffle(asked)
-    fitting = [x for x in asked if len(x.tokens) <= settings.max_prompt_tokens]
-    total = len(asked) * len(settings.temps)
-    too_long = total - len(fitting) * len(settings.temps)
+    fitting = [x for x in asked if len(x.tokens) <= settings.max_seq_length]
+    total = len(asked) * len(settings.answer_temps)
+    too_long = total - len(fitting) * len(settings.answer_temps)
     print(f"The target gives {total} answers, into {output}.", flush=True)
     done = _keys_in(output)
     reasons: Counter[str] = Counter()
@@ -157,7 +151,7 @@ def answer_file(
         bar = open_bar(total, "Answering", "answer")
         with bar, output.open("a", encoding="utf-8") as file:
             bar.update(len(done) + too_long)
-            for number, temp in enumerate(settings.temps):
+            for number, temp in enumerate(settings.answer_temps):
                 mx.random.seed(settings.seed + len(done) + number)
                 left = [x for x in fitting if f"{x.number}@{temp}" not in done]
                 for row in _answers(model, tokenizer, temp, left, settings):
@@ -190,7 +184,7 @@ def regenerate(
     folder: Path,
     model: nn.Module,
     tokenizer: TokenizerWrapper,
-    settings: AnswerSettings,
+    settings: TrainSettings,
 ) -> tuple[Rows, Rows]:
     """Let the target answer what data ask; return its answers, which are kept in ``folder``.
 
@@ -201,41 +195,3 @@ def regenerate(
             answer_file(model, tokenizer, rows, folder / f"{name}.jsonl", settings)
     mx.eval(mx.distributed.all_sum(mx.array(0), stream=mx.cpu))
     return read_data(str(folder))
-
-
-def make_parser() -> argparse.ArgumentParser:
-    """Make the parser of ``mlx_eagle.train.answers``."""
-    parser = argparse.ArgumentParser(
-        prog="mlx_eagle.train.answers",
-        description="Let a model answer prompts, many at once, as data to train its head on.",
-    )
-    add_version_flag(parser)
-    add = parser.add_argument
-    add("--model", required=True, help="Folder or hub repo of the target.")
-    add("--prompts", required=True, help='JSONL with "prompt" or "messages" on each line.')
-    add("--output", required=True, help="JSONL to write or to go on with: DATA/train.jsonl.")
-    add("--adapter-path", help="Adapters of the target, as mlx_lm.lora writes them.")
-    add("--trust-remote-code", action="store_true", help="Let the target bring code of its own.")
-    add_flags(parser, AnswerSettings)
-    use_plain_words(parser)
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Answer; exit with 2 and one sentence on errors a user can cause."""
-    args = make_parser().parse_args(argv)
-
-    def answer() -> None:
-        given = {each.name: getattr(args, each.name) for each in fields(AnswerSettings)}
-        settings = AnswerSettings(**{k: v for k, v in given.items() if v is not None})
-        rows = read_rows(Path(args.prompts).expanduser())
-        read_questions(rows)  # before the model, which takes a while
-        prepare_device()
-        model, tokenizer, _ = load_target(args.model, args.adapter_path, args.trust_remote_code)
-        answer_file(model, tokenizer, rows, Path(args.output).expanduser(), settings)
-
-    run_command(answer)
-
-
-if __name__ == "__main__":
-    main()

@@ -156,7 +156,7 @@ def read_examples(
 ) -> Examples:
     """Make sequences of rows to learn from and to evaluate on.
 
-    Rows written by ``mlx_eagle.train.answers`` or by a server carry the very tokens; all others
+    Rows written by ``--regenerate`` or by a server carry the very tokens; all others
     are encoded by mlx-lm's data sets. Sequences are cut at ``max_length`` tokens. Without
     ``mask_prompt``, and in rows of plain text, every token counts. If there is no data for
     evaluation, sequences are held out whose prompts do not occur among those to learn from.

@@ -23,34 +23,10 @@ FREE = (
 """Settings that may change when a run resumes."""
 
 
-TEMPS: dict[str, Any] = {
-    "text": "Temperatures at each of which every prompt is answered (default 0,0.6,1).",
-    "default": (0.0, 0.6, 1.0),
-    "type": lambda text: tuple(read_number(float, part) for part in text.split(",")),
-    "metavar": "T,T",
-}
 LAYERS: dict[str, Any] = {"type": layer_numbers, "metavar": "LAYERS"}
 POSITIVE = (math.ulp(0.0), math.inf, "more than 0")
 SHARE = (0, math.nextafter(1, 0), "a share of all steps, below 1")
 BITS = (CACHE_BITS, CACHE_BITS, f"{CACHE_BITS}, or leave it out")
-
-
-@dataclass(frozen=True)
-class AnswerSettings:
-    """Settings of answers: each prompt gets one at every temperature, ``rows`` of them at once."""
-
-    temps: tuple[float, ...] = setting(**TEMPS)
-    max_tokens: int = setting("Most tokens of an answer.", 512, least=1)
-    max_prompt_tokens: int = setting("Longer prompts are passed over.", 1024, least=1)
-    rows: int = setting("Answers that are decoded at once.", 32, least=1)
-    seed: int = setting("Seed of the order and of the sampling.", 0)
-
-    def __post_init__(self) -> None:
-        check_values(self)
-        if not self.temps or min(self.temps) < 0:
-            raise ValueError(
-                f"temperatures are {list(self.temps)}: give one or more, none below 0."
-            )
 
 
 @dataclass(frozen=True)
@@ -151,7 +127,12 @@ class TrainSettings:
     cache_bits: int | None = setting("Bits of a number there (default: as it is).", range=BITS)
     resume: bool = setting("Go on from the last checkpoint in --output.", False)
     regenerate: bool = setting("Learn from the target's own answers to the prompts.", False)
-    answer_temps: tuple[float, ...] = setting(**TEMPS)
+    answer_temps: tuple[float, ...] = setting(
+        "Temperatures at each of which every prompt is answered (default 0,0.6,1).",
+        (0.0, 0.6, 1.0),
+        type=lambda text: tuple(read_number(float, part) for part in text.split(",")),
+        metavar="T,T",
+    )
     answer_tokens: int = setting("Most tokens of such an answer.", 512, least=1)
     answer_rows: int = setting("Answers that are decoded at once.", 32, least=1)
     report_to: str | None = setting("Services to report to: wandb, swanlab or wandb,swanlab.")
@@ -164,7 +145,11 @@ class TrainSettings:
         check_values(self)
         if self.cache_bits is not None and self.cache_features is None:
             raise ValueError("--cache-bits is about what --cache-features keeps: give both.")
-        assert self.terms and self.answers()  # both refuse values of their own
+        if not self.answer_temps or min(self.answer_temps) < 0:
+            raise ValueError(
+                f"temperatures are {list(self.answer_temps)}: give one or more, none below 0."
+            )
+        assert self.terms  # which refuses values of its own
 
     @property
     def num_steps(self) -> int:
@@ -197,10 +182,6 @@ class TrainSettings:
     def share(self, step: int) -> float:
         """Return the share of all slots that a step has; a P-EAGLE head's have ever fewer."""
         return 1.0 if self.depths is None else max(KEPT**step, LEAST_KEPT)
-
-    def answers(self) -> AnswerSettings:
-        sizes = (self.answer_tokens, self.max_seq_length, self.answer_rows)
-        return AnswerSettings(self.answer_temps, *sizes, seed=self.seed)
 
     def check_same(self, before: dict[str, Any]) -> None:
         """Raise ValueError if a run that had the settings ``before`` cannot resume with these."""

@@ -20,6 +20,7 @@ from ..system.device import weight_bytes
 from ..system.ranks import is_first
 from ..system.safetensors import save_arrays
 from ..system.stop_signals import StopSignals
+from .answers import regenerate
 from .batches import BatchOrder, make_batch
 from .data import Examples, read_data, read_examples
 from .draft_vocabulary import coverage
@@ -292,10 +293,7 @@ def _run(settings: TrainSettings, checkpoints: Checkpoints) -> TrainReport:
     _, vocab_size = find_embedding(model)
     settings = with_mask(settings, given, tokenizer, vocab_size)
     if settings.regenerate:
-        from .answers import regenerate  # here, for it is a command as well: python -m
-
-        how = (model, tokenizer, settings.answers())
-        data = regenerate(data, checkpoints.output / "answers", *how)
+        data = regenerate(data, checkpoints.output / "answers", model, tokenizer, settings)
     examples = read_examples(
         data, tokenizer, vocab_size, settings.max_seq_length, settings.mask_prompt
     )

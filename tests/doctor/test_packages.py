@@ -141,7 +141,7 @@ def test_this_installation_is_whole():
     "argv, original, command",
     [
         (["/usr/bin/mlx_eagle.chat", "--help"], [], "mlx_eagle.chat"),
-        (["-m"], ["python", "-m", "mlx_eagle.train.answers"], "mlx_eagle.train.answers"),
+        (["-m"], ["python", "-m", "mlx_eagle.train"], "mlx_eagle.train"),
         (["-m"], ["python", "-X", "dev", "-m", "another.program"], None),
         (["notebook.py"], [], None),
         (["-c"], ["python", "-c", "import mlx_eagle"], None),

@@ -8,12 +8,15 @@ import pytest
 from helpers import plain
 from training import chats, small_files, write_target
 
-from mlx_eagle.train.answers import answer_file, main, read_questions, regenerate
+from mlx_eagle.train.__main__ import main
+from mlx_eagle.train.answers import answer_file, read_questions, regenerate
 from mlx_eagle.train.data import Rows, read_data, read_examples, read_rows
-from mlx_eagle.train.settings import AnswerSettings
+from mlx_eagle.train.settings import TrainSettings
 
 PROMPTS = [row["messages"][:-1] for row in chats(7)]
-SETTINGS = AnswerSettings(temps=(0.0, 1.0), max_tokens=9, rows=3)
+SETTINGS = TrainSettings("", "", "", answer_temps=(0.0, 1.0), answer_tokens=9, answer_rows=3)
+ONLY_ANSWERS = ["--regenerate", "--answer-temps", "0", "--answer-tokens", "5", "--iters", "0"]
+ONLY_ANSWERS += ["--test-prompts", "0", "--batch-size", "1", "--draft-vocab-size", "64"]
 
 
 @pytest.fixture(scope="module")
@@ -72,19 +75,25 @@ def test_a_file_cut_short_is_gone_on_with(folder, prompts, tmp_path, capsys):
     assert output.read_text().startswith("".join(lines[:5]))
 
 
-def test_the_command_reads_and_refuses(folder, tmp_path, capsys):
-    prompts = tmp_path / "prompts.jsonl"
-    output = tmp_path / "data" / "train.jsonl"
+def command_for(target: Path, data: Path, output: Path) -> list[str]:
+    """A run that only makes answers."""
+    command = ["--model", str(target), "--data", str(data), "--output", str(output)]
+    return [*command, *ONLY_ANSWERS]
+
+
+def test_a_run_can_only_make_answers(folder, tmp_path, capsys):
+    prompts = tmp_path / "train.jsonl"
+    output = tmp_path / "output"
     prompts.write_text('{"prompt": "one"}\n' + json.dumps(chats(1)[0]) + "\n")
-    command = ["--model", str(folder), "--prompts", str(prompts), "--output", str(output)]
-    main([*command, "--temps", "0", "--max-tokens", "5"])
+    command = command_for(folder, tmp_path, output)
+    main(command)
     assert "2 answers of 10 tokens" in capsys.readouterr().out
-    assert len(rows_in(output)) == 2
+    assert len(rows_in(output / "answers" / "train.jsonl")) == 2
     asked = list(read_questions(read_rows(prompts)).values())
     assert asked[1] == {"messages": chats(1)[0]["messages"][:-1]}
-    prompts.write_text('{"question": "one"}\n')
+    prompts.write_text('{"text": "one"}\n')
     with pytest.raises(SystemExit) as stop:
-        main(command)
+        main(command_for(folder, tmp_path, tmp_path / "other"))
     assert stop.value.code == 2
     assert 'line 1 has neither "prompt" nor "messages"' in capsys.readouterr().err
 
@@ -96,7 +105,7 @@ def test_tools_and_arguments_of_the_template_are_asked_with(tmp_path):
     tokenizer._tokenizer.chat_template = "{{ tools | length }}{{ mood }}" + template
     tools = [{"type": "function", "function": {"name": "clock"}}]
     row = chats(1)[0] | {"tools": tools, "chat_template_kwargs": {"mood": "calm"}}
-    settings = AnswerSettings(temps=(0.0,), max_tokens=5)
+    settings = TrainSettings("", "", "", answer_temps=(0.0,), answer_tokens=5)
     folder = tmp_path / "answers"
     data = regenerate(({"here": row}, {}), folder, model, tokenizer, settings)
     (said,) = data[0].values()
@@ -107,23 +116,20 @@ def test_tools_and_arguments_of_the_template_are_asked_with(tmp_path):
 
 def test_a_question_that_no_prompt_can_be_made_of(folder, tmp_path, capsys):
     """The line is named before any prompt is answered."""
-    prompts = tmp_path / "prompts.jsonl"
-    output = tmp_path / "data" / "train.jsonl"
+    output = tmp_path / "output"
     rows = [{"prompt": "one"}, {"messages": [{"role": "user", "content": "\ud800"}]}]
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(SystemExit) as stop:
-        main(["--model", str(folder), "--prompts", str(prompts), "--output", str(output)])
+        main(command_for(folder, tmp_path, output))
     found = capsys.readouterr().err
     assert stop.value.code == 2 and found.count("\n") == 1
     assert "line 2 cannot be made into tokens" in found and not output.exists()
 
 
 def test_a_full_disk_keeps_the_answers_so_far(folder, tmp_path, capsys):
-    prompts = tmp_path / "prompts.jsonl"
-    output = tmp_path / "train.jsonl"
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in chats(6)))
-    command = ["--model", str(folder), "--prompts", str(prompts), "--output", str(output)]
-    command += ["--temps", "0", "--max-tokens", "5"]
+    output = tmp_path / "output" / "answers" / "train.jsonl"
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chats(6)))
+    command = command_for(folder, tmp_path, tmp_path / "output")
     with small_files(700), pytest.raises(SystemExit) as stop:
         main(command)
     lines = capsys.readouterr().err.splitlines()
