@@ -35,12 +35,12 @@ class Recipe(ABC):
     def __init__(
         self, settings: TrainSettings, student: Student, model: nn.Module, given: Given | None
     ):
+        packing = (settings.q_bits, settings.q_group_size)
+        self.quantization = Quantization(*packing) if settings.quantize else None
         self.settings = settings
         self.student = student
         self.model = model
         self.given = given
-        packing = (settings.q_bits, settings.q_group_size)
-        self.quantization = Quantization(*packing) if settings.quantize else None
         self.depth = settings.num_steps
         self.weights = settings.step_weights
 
