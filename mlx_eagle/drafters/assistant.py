@@ -30,7 +30,6 @@ from ..system.fields import (
 from ..target_model.cache_view import CacheView
 from ..target_model.ragged import RaggedCaches
 from .base import Draft, Pick, row_at, start_early
-from .batch_drafter import HeadBatchDrafter
 from .feature_drafter import FeatureDrafter
 from .folder import (
     LARGEST_WIDTH,
@@ -257,9 +256,6 @@ class AssistantDrafter(FeatureDrafter):
             kind: (keys.astype(self.dtype), values.astype(self.dtype), mask)
             for kind, (keys, values, mask) in rows.items()
         }
-
-    def batch_drafter(self) -> HeadBatchDrafter:
-        return HeadBatchDrafter(self)
 
     def propose(self, size: int, pick: Pick) -> Draft:
         """A chain of ``size`` tokens: one forward for each."""

@@ -23,7 +23,6 @@ from mlx_lm.models.rope_utils import initialize_rope
 from ..target_model.masks_and_ropes import evaluate_ropes
 from ..target_model.ragged import RaggedCache, RaggedCaches
 from .base import Draft, Pick, PickChildren, row_at
-from .batch_drafter import HeadBatchDrafter
 from .block_config import BlockConfig, bare_name, config_from, known_tensors, readings
 from .feature_drafter import FeatureDrafter
 from .folder import check_tensors, read_module, read_weights, shapes_of
@@ -376,9 +375,6 @@ class DFlashDrafter(FeatureDrafter):
 
     def logits(self, hidden: mx.array) -> mx.array:
         return capped(self.project(self._project, hidden), self.head.config.logit_softcap)
-
-    def batch_drafter(self) -> HeadBatchDrafter:
-        return HeadBatchDrafter(self)
 
 
 def is_block_head(names: Collection[str], having: str = "") -> bool:

@@ -20,8 +20,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, trim_prompt_cache
 from ..target_model.masks_and_ropes import BY_LENGTH, exact_masks, find_ropes, slot_positions
 from ..target_model.ragged import RaggedCaches
 from ..target_model.rollback import Checkpoint
-from .base import Draft, Pick, PickChildren, index_of, row_at
-from .batch_drafter import HeadBatchDrafter
+from .base import BatchDrafter, Draft, Pick, PickChildren, index_of, row_at
 from .feature_drafter import FeatureDrafter
 from .head import Eagle3Head
 from .head_cache import SINKS, DraftOverlay, as_plain_caches, check_window
@@ -90,9 +89,9 @@ class EagleDrafter(FeatureDrafter):
         super()._start(cache)
         self._warned = False
 
-    def batch_drafter(self) -> HeadBatchDrafter | None:
+    def batch_drafter(self) -> BatchDrafter | None:
         by_length = any(isinstance(rope, BY_LENGTH) for rope in find_ropes(self.head))
-        return None if by_length or self.draft_window is not None else HeadBatchDrafter(self)
+        return None if by_length or self.draft_window is not None else super().batch_drafter()
 
     def hidden_of(self, features: mx.array) -> mx.array:
         return self.head.fuse(features)
@@ -182,7 +181,7 @@ class Eagle3Drafter(EagleDrafter):
 
             return self.branched(shape, pick, forward)
 
-    def batch_drafter(self) -> HeadBatchDrafter | None:
+    def batch_drafter(self) -> BatchDrafter | None:
         return None if self.lagging else super().batch_drafter()
 
     @property
@@ -283,7 +282,7 @@ class ParallelDrafter(EagleDrafter):
         self._mask_hidden = head.masked(1)
         mx.eval(self._mask_embedding, self._mask_hidden)
 
-    def batch_drafter(self) -> HeadBatchDrafter | None:
+    def batch_drafter(self) -> BatchDrafter | None:
         is_windowed = any(layer.window is not None for layer in self.head.layers)
         return None if is_windowed else super().batch_drafter()
 

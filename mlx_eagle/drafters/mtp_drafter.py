@@ -14,7 +14,6 @@ from mlx_lm.models.cache import CacheList, KVCache, trim_prompt_cache
 
 from ..target_model.stand_in import StandIn
 from .base import BatchDrafter, Draft, Pick, PickChildren, row_at, start_early
-from .batch_drafter import HeadBatchDrafter
 from .feature_drafter import FeatureDrafter, last_features
 from .target_parts import find_embedding, lm_head_of, sizes_of
 from .tree import Tree, check_tree_width
@@ -190,9 +189,6 @@ class MTPDrafter(FeatureDrafter):
         with self._stand_in.absorbed.absorbing():
             made: mx.array = self._stand_in.model(embeddings, hidden, caches)
         return made
-
-    def batch_drafter(self) -> BatchDrafter | None:
-        return HeadBatchDrafter(self)
 
     def logits(self, hidden: mx.array) -> mx.array:
         normed = hidden if self.head.state_normed else self.head.norm(hidden)
