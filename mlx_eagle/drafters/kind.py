@@ -11,6 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .base import Drafter
+from .output_rows import DraftVocab, with_draft_vocab
 from .quantize import Quantization, usual_quantization
 from .target_parts import TargetSizes
 
@@ -46,6 +47,7 @@ class LoadOptions:
     converted, or, where it is opened as published, as ``usual_quantization`` says. It computes in
     ``dtype``, None for the target's own. ``tokenizer`` is the target's, where it is known, to
     compare vocabularies, and ``target`` the folder or repository that the target is from.
+    ``draft_window`` and ``draft_vocab`` are as in ``open_drafter``.
     """
 
     quantize_bits: int | None = None
@@ -53,6 +55,13 @@ class LoadOptions:
     dtype: mx.Dtype | None = None
     tokenizer: Any = None
     target: str | None = None
+    draft_window: int | None = None
+    draft_vocab: DraftVocab = None
+
+    def limit(self, drafter: Drafter, model: nn.Module) -> Drafter:
+        """A drafter for ``model`` with the window and the part of the vocabulary that it gets."""
+        drafter = drafter.with_draft_window(self.draft_window)
+        return with_draft_vocab(drafter, self.draft_vocab, model, self.tokenizer)
 
     def quantization(self, published_for: nn.Module | None = None) -> Quantization | None:
         """The quantization of a drafter while it is loaded; None: none.

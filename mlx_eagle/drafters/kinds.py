@@ -5,7 +5,7 @@ A new kind is a file beside this one and a row here; docs/pages/add-a-drafter.md
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from .config import Eagle3Config
 from .folder import kind_in, read_config
 from .kind import Kind, LoadOptions
 from .lookup import LookupDrafter
-from .output_rows import STORED, DraftVocab, with_draft_vocab
+from .output_rows import STORED, DraftVocab
 from .pairs import drafters_for
 
 KINDS: dict[str, Kind] = {
@@ -157,13 +157,24 @@ def load_drafter(
     belong to this target.
     """
     folder = locate(str(path_or_repo), ("*.json", "*.safetensors"))
+    options = LoadOptions(
+        quantize_bits,
+        quantize_group_size,
+        dtype,
+        tokenizer,
+        draft_window=draft_window,
+        draft_vocab=draft_vocab,
+    )
+    return load_folder(folder, model, options).with_draft_cache(draft_cache)
+
+
+def load_folder(folder: Path, model: nn.Module, options: LoadOptions) -> Drafter:
+    """The drafter of a converted folder; ValueError as from ``load_drafter``."""
     kind, config = kind_of(folder)
     check(config, {"draft_vocab": STORED}, folder / "config.json")
-    options = LoadOptions(quantize_bits, quantize_group_size, dtype)
-    drafter = kind.load(folder, config, model, options)
-    drafter = drafter.with_draft_window(draft_window).with_draft_cache(draft_cache)
-    wanted = config.get("draft_vocab") if draft_vocab is None else draft_vocab
-    return with_draft_vocab(drafter, wanted, model, tokenizer)
+    if options.draft_vocab is None:
+        options = replace(options, draft_vocab=config.get("draft_vocab"))
+    return options.limit(kind.load(folder, config, model, options), model)
 
 
 @dataclass(frozen=True)
