@@ -7,6 +7,7 @@ import hashlib
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -17,15 +18,7 @@ from .decoding.setup import AUTO
 from .drafters import mtp
 from .drafters.base import Drafter
 from .drafters.kind import Kind, LoadOptions
-from .drafters.kinds import (
-    KINDS,
-    is_converted,
-    kind_of,
-    load_drafter,
-    load_folder,
-    own_kind,
-    published_kind,
-)
+from .drafters.kinds import KINDS, is_converted, kind_of, load_folder, own_kind, published_kind
 from .drafters.lookup import LookupDrafter
 from .drafters.output_rows import DraftVocab
 from .drafters.pairs import Pair, is_named_after, pairs_for
@@ -291,19 +284,20 @@ def _open_checkpoint(
 ) -> Drafter:
     """A head as published: its converted form, from the cache where it is there and usable."""
     target = sizes_of(model)
+    load = partial(load_folder, model=model, options=LoadOptions())
     folder = cached_folder(path, packing, target)
     if folder.is_dir():
         try:
-            return load_drafter(folder, model)
+            return load(folder)
         except ValueError as err:
             print(f"{folder} is converted again, for it cannot be used: {err}", file=sys.stderr)
             discard_folder(folder)
     try:
-        return load_drafter(converted(path, name, packing, target), model)
+        return load(converted(path, name, packing, target))
     except CannotWrite as err:
         print(f"warning: the converted head is not kept: {err}", file=sys.stderr)
     with TemporaryDirectory() as folder:
-        return load_drafter(_convert(path, name, Path(folder) / "head", packing, target), model)
+        return load(_convert(path, name, Path(folder) / "head", packing, target))
 
 
 def cached_folder(path: Path, packing: Quantization | None, target: TargetSizes) -> Path:

@@ -208,7 +208,6 @@ class AssistantDrafter(FeatureDrafter):
         self._embed, _ = find_embedding(target)
         self._scale: float = text.model.embed_scale
         super().__init__(head, (len(target.layers) + 1,), 0, head.config.target_hidden_size)
-        mx.eval(head.parameters())
 
     def _start(self, cache: list[Any]) -> None:
         super()._start(cache)

@@ -226,7 +226,7 @@ class DFlashDrafter(FeatureDrafter):
         c = head.config
         super().__init__(head, c.taps, len(head.layers), len(c.taps) * c.hidden_size)
         self._mask = embed(mx.array([c.mask_token_id]))
-        mx.eval(self._mask, head.parameters())
+        mx.eval(self._mask)
 
     @property
     def longest_draft(self) -> int:

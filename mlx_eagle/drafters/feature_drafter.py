@@ -52,7 +52,7 @@ class FeatureDrafter(Drafter):
         self._start(self.make_cache())
         # Arrays that are no parameters: nothing else computes them before another thread asks.
         evaluate_ropes(head)
-        mx.eval(self.to_target)
+        mx.eval(self.to_target, head.parameters())
 
     _embed: Callable[[mx.array], mx.array]
     """Maps tokens (m,) to (m, h)."""

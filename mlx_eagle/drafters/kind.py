@@ -53,10 +53,10 @@ class LoadOptions:
     quantize_bits: int | None = None
     quantize_group_size: int = 64
     dtype: mx.Dtype | None = None
-    tokenizer: Any = None
-    target: str | None = None
     draft_window: int | None = None
     draft_vocab: DraftVocab = None
+    tokenizer: Any = None
+    target: str | None = None
 
     def limit(self, drafter: Drafter, model: nn.Module) -> Drafter:
         """A drafter for ``model`` with the window and the part of the vocabulary that it gets."""
@@ -117,6 +117,3 @@ class Kind:
 
     by_name: Callable[[nn.Module, LoadOptions], Drafter] | None = None
     """The drafter that the kind's own name opens for a target, if no folder is needed."""
-
-    comes_with: Callable[[str], bool] = lambda _: False
-    """Whether a target's checkpoint, a folder or repository, has one that ``by_name`` opens."""

@@ -5,6 +5,7 @@ A new kind is a file beside this one and a row here; docs/pages/add-a-drafter.md
 
 import re
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -26,6 +27,7 @@ from .kind import Kind, LoadOptions
 from .lookup import LookupDrafter
 from .output_rows import STORED, DraftVocab
 from .pairs import drafters_for
+from .target_parts import holder_of, read_target_config
 
 KINDS: dict[str, Kind] = {
     "mtp": Kind(
@@ -39,7 +41,6 @@ KINDS: dict[str, Kind] = {
         loads_published=True,
         made_for=mtp.made_for,
         by_name=mtp.by_name,
-        comes_with=mtp.comes_with,
     ),
     "dspark": dspark.KIND,
     "dflash2": dflash2.KIND,
@@ -116,8 +117,14 @@ def published_kind(path: Path, source: str) -> str:
 
 
 def own_kind(target: str) -> str | None:
-    """The name that opens what the checkpoint of a target has itself; None: nothing is known."""
-    return next((name for name, kind in KINDS.items() if kind.comes_with(target)), None)
+    """The name that opens what a target has itself, or what it was converted from; None: none."""
+    with suppress(OSError, ValueError):  # opening the target says why
+        config = read_target_config(target)
+        for name, kind in KINDS.items():
+            is_part = kind.parts_of(config)
+            if is_part is not None and holder_of(target, is_part) is not None:
+                return name
+    return None
 
 
 def is_converted(folder: Path) -> bool:
@@ -158,12 +165,7 @@ def load_drafter(
     """
     folder = locate(str(path_or_repo), ("*.json", "*.safetensors"))
     options = LoadOptions(
-        quantize_bits,
-        quantize_group_size,
-        dtype,
-        tokenizer,
-        draft_window=draft_window,
-        draft_vocab=draft_vocab,
+        quantize_bits, quantize_group_size, dtype, draft_window, draft_vocab, tokenizer
     )
     return load_folder(folder, model, options).with_draft_cache(draft_cache)
 

@@ -43,8 +43,6 @@ from .target_parts import (
     TargetSizes,
     activation_dtype,
     find_embedding,
-    holder_of,
-    read_target_config,
     read_tensors,
     sizes_of,
     take_tensors,
@@ -83,7 +81,7 @@ def make_mtp_head(target: nn.Module, names: Collection[str] = ()) -> MTPHead | M
     family = family_of(target)
     args = text_args(target)
     eps = next(getattr(args, name) for name in EPSILONS if getattr(args, name, None))
-    layers = family.make_layers(target, names)
+    layers = family.make_layers(type(target.layers[-1]), args, len(target.layers), names)
     if not family.is_stepped:
         return MTPHead(layers, args.hidden_size, eps, family.masks_as_arrays)
     steps = [MTPHead([layer], args.hidden_size, eps) for layer in layers]
@@ -142,7 +140,6 @@ def _drafter_of(
     head.set_dtype(dtype or activation_dtype(find_embedding(target)[0]))
     head.load_weights([(n, w) for n, w in own.items() if n.endswith(FLOAT32)], strict=False)
     quantize_now(head, quantization, packing, kept=ROUTER)
-    mx.eval(head.parameters())
     if isinstance(head, MTPSteps):
         return SteppedMTPDrafter(head, target)
     return MTPDrafter(head, target)
@@ -167,7 +164,8 @@ def load(
     made_for(config, folder / "config.json", sizes_of(model))
     packing = options.quantization()
     drafter = _drafter_of(read_weights(folder), model, options.dtype, quantization, packing)
-    drafter.head.state_first = config.get("state_first") is True
+    for step in drafter.head.get("steps", [drafter.head]):
+        step.state_first = config.get("state_first") is True
     drafter.take_hidden(config.get("state_normed", drafter.head.state_normed) is True)
     return drafter
 
@@ -273,15 +271,6 @@ def by_name(model: nn.Module, options: LoadOptions) -> MTPDrafter:
         )
     weights = take_tensors(options.target, lambda name: family.is_part(name, num_layers))
     return load_mtp(weights, model, options)
-
-
-def comes_with(target: str) -> bool:
-    """Whether such layers are in a checkpoint, or in that which it was converted from."""
-    try:
-        is_part = parts_of(read_target_config(target))
-        return is_part is not None and holder_of(target, is_part) is not None
-    except (OSError, ValueError):
-        return False  # opening the target says why
 
 
 def made_for(config: dict[str, Any], where: Path, target: TargetSizes | None) -> str:

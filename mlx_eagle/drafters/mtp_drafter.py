@@ -5,6 +5,7 @@ behind the position whose state it starts from (DeepSeek-AI 2024, arXiv:2412.194
 """
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
@@ -109,15 +110,6 @@ class MTPSteps(nn.Module):
 
     chooses = True  # so no trees: which layer a slot is for depends on its depth
 
-    @property
-    def state_first(self) -> bool:
-        return bool(self.steps[0].state_first)
-
-    @state_first.setter
-    def state_first(self, is_first: bool) -> None:
-        for step in self.steps:
-            step.state_first = is_first
-
     def make_cache(self) -> list[Any]:
         return [KVCache() for _ in self.steps]
 
@@ -176,14 +168,12 @@ class MTPDrafter(FeatureDrafter):
 
     def _start(self, cache: list[Any]) -> None:
         super()._start(cache)
-        self._made_stand_in: StandIn | None = None
+        self.__dict__.pop("_stand_in", None)
 
-    @property
+    @cached_property
     def _stand_in(self) -> StandIn:
         """The head's stand-in of this request."""
-        if self._made_stand_in is None:
-            self._made_stand_in = StandIn(self.head)
-        return self._made_stand_in
+        return StandIn(self.head)
 
     def forward(self, embeddings: mx.array, hidden: mx.array, caches: list[Any]) -> mx.array:
         with self._stand_in.absorbed.absorbing():

@@ -18,6 +18,7 @@ import mlx.nn as nn
 
 Weights = dict[str, mx.array]
 Stored = TypeVar("Stored")
+Layer = Callable[..., nn.Module]
 Names = tuple[tuple[str, str | None], ...]
 """Patterns of published names, and what stands for what they match; None: not needed."""
 
@@ -46,7 +47,8 @@ class MTPFamily:
     model_types: tuple[str, ...]
     raw: Names
     folder: Names
-    make_layers: Callable[[nn.Module, Collection[str]], list[nn.Module]]
+    make_layers: Callable[[Layer, Any, int, Collection[str]], list[nn.Module]]
+    """Layers by the class and the arguments of the target's, their index and published names."""
     trunk: str | None = None
     """Name of the layers in the target's ``sanitize``; None: experts are stacked here."""
     state_first: bool = False
@@ -88,32 +90,21 @@ def text_args(target: nn.Module) -> Any:
     return (target.language_model if "language_model" in target else target).args
 
 
-def _attending(target: nn.Module, names: Collection[str]) -> list[nn.Module]:
+def _attending(layer: Layer, args: Any, first: int, names: Collection[str]) -> list[nn.Module]:
     """A layer with full attention, of a target that has it every few layers.
 
     Raises ValueError where there are several.
     """
     if any(name.startswith("layers.1.") for name in names):
         raise ValueError(
-            f"the checkpoint has several MTP layers, and of a {type_of(target)} model one is "
-            "read, which is run again for each token: use a head made for it, or --draft-model "
-            "lookup."
+            f"the checkpoint has several MTP layers, and of a "
+            f"{args.model_type.removesuffix('_text')} model one is read, which is run again for each "
+            "token: use a head made for it, or --draft-model lookup."
         )
-    args = text_args(target)
-    return [type(target.layers[0])(args, args.full_attention_interval - 1)]
+    return [layer(args, args.full_attention_interval - 1)]
 
 
-def _next(target: nn.Module, names: Collection[str]) -> list[nn.Module]:
-    """The layer that would come next."""
-    return [type(target.layers[-1])(text_args(target), len(target.layers))]
-
-
-def _like_all(target: nn.Module, names: Collection[str]) -> list[nn.Module]:
-    """A layer of a target whose layers are alike."""
-    return [type(target.layers[0])(text_args(target))]
-
-
-def _blocks(target: nn.Module, names: Collection[str]) -> list[nn.Module]:
+def _blocks(layer: Layer, args: Any, first: int, names: Collection[str]) -> list[nn.Module]:
     """Blocks of the kinds that their tensors tell."""
     kinds = {"q_proj": "*", "gate": "E", "in_proj": "M", "up_proj": "-"}
     found: dict[int, str] = {}
@@ -121,8 +112,7 @@ def _blocks(target: nn.Module, names: Collection[str]) -> list[nn.Module]:
         match = re.match(r"layers\.(\d+)\.mixer\.(\w+)", name)
         if match is not None and match[2] in kinds:
             found.setdefault(int(match[1]), kinds[match[2]])
-    block = type(target.layers[0])
-    return [block(text_args(target), found[index]) for index in sorted(found)]
+    return [layer(args, found[index]) for index in sorted(found)]
 
 
 def _num_steps(names: Collection[str]) -> int:
@@ -130,12 +120,10 @@ def _num_steps(names: Collection[str]) -> int:
     return len({name.split(".")[1] for name in names if name.startswith("steps.")}) or MOST_STEPS
 
 
-def _next_few(target: nn.Module, names: Collection[str]) -> list[nn.Module]:
+def _next_few(layer: Layer, args: Any, first: int, names: Collection[str]) -> list[nn.Module]:
     """The layers that would come next; ValueError where the config says nothing of them."""
-    layer = type(target.layers[-1])
-    first = len(target.layers)
     try:
-        return [layer(text_args(target), first + j) for j in range(_num_steps(names))]
+        return [layer(args, first + j) for j in range(_num_steps(names))]
     except IndexError as err:
         raise ValueError(
             f"the target's config.json describes its {first} layers and not the MTP layers behind "
@@ -143,10 +131,8 @@ def _next_few(target: nn.Module, names: Collection[str]) -> list[nn.Module]:
         ) from err
 
 
-def _sliding(target: nn.Module, names: Collection[str]) -> list[nn.Module]:
+def _sliding(layer: Layer, args: Any, first: int, names: Collection[str]) -> list[nn.Module]:
     """Dense layers that attend to a window."""
-    layer = type(target.layers[0])
-    args = text_args(target)
     return [layer(args, is_moe=False, is_sliding_window=True) for _ in range(_num_steps(names))]
 
 
@@ -230,7 +216,7 @@ FAMILIES = (
             (r"model\.shared_head_norm\.", "norm."),
             (r"model\.mtp_block\.", "layers.0."),
         ),
-        make_layers=_next,
+        make_layers=lambda layer, args, first, _: [layer(args, first)],
         trunk="model.layers.",
         masks_as_arrays=True,
     ),
@@ -239,7 +225,7 @@ FAMILIES = (
         ("mimo",),
         raw=_by_speculators(r"model\."),
         folder=(),
-        make_layers=_like_all,
+        make_layers=lambda layer, args, *_: [layer(args)],
         trunk="model.layers.",
         state_first=True,
     ),
@@ -248,7 +234,7 @@ FAMILIES = (
         ("qwen3",),
         raw=(),
         folder=_by_speculators(""),
-        make_layers=_like_all,
+        make_layers=lambda layer, args, *_: [layer(args)],
     ),
     MTPFamily(
         "Nemotron-H",
