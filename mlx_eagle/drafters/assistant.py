@@ -258,13 +258,9 @@ class AssistantDrafter(FeatureDrafter):
 
     def propose(self, size: int, pick: Pick) -> Draft:
         """A chain of ``size`` tokens: one forward for each."""
-        return Draft(mx.concatenate(self._draft(size, pick)))
+        return Draft(mx.concatenate(self.draft_rows(size, None, pick)))
 
-    def draft_rows(self, size: int, caches: RaggedCaches, pick: Pick) -> list[mx.array]:
-        return self._draft(size, pick)
-
-    def _draft(self, size: int, pick: Pick) -> list[mx.array]:
-        """``size`` tokens (B,) for B requests."""
+    def draft_rows(self, size: int, caches: RaggedCaches | None, pick: Pick) -> list[mx.array]:
         joined = self._seed  # (B, 2H)
         rows = self._rows
         self._rows = {}  # the next pass would copy the caches for a reader

@@ -410,15 +410,13 @@ class PendingPairs:
         self.clear()
 
     def _kept_index(self) -> mx.array:
-        """Positions of each request's tokens among all rows, (B, m); padded at the end."""
-        kept_index: list[list[int]] = [[] for _ in self.lengths]
-        start = 0
-        for _, tokens, _, lengths in self._rounds:
-            for own, length in zip(kept_index, lengths, strict=True):
-                own += range(start, start + length)
-            start += tokens.shape[1]
-        width = len(self)
-        return mx.array([own + [0] * (width - len(own)) for own in kept_index])
+        """Positions of each request's tokens among all rows, (B, m), and of others behind them."""
+        is_kept = [
+            np.arange(tokens.shape[1]) < np.array(lengths)[:, None]
+            for _, tokens, _, lengths in self._rounds
+        ]
+        order = np.argsort(~np.concatenate(is_kept, axis=1), axis=1, kind="stable")
+        return mx.array(order[:, : len(self)])
 
 
 class BatchDrafter:

@@ -377,29 +377,28 @@ class DFlashDrafter(FeatureDrafter):
         return capped(self.project(self._project, hidden), self.head.config.logit_softcap)
 
 
-def is_block_head(names: Collection[str], having: str = "") -> bool:
-    """Whether there is a norm after the fusion matrix, which only drafters of blocks have.
-
-    There must also be a tensor whose name begins with ``having``.
-    """
-    bare = {bare_name(name) for name in names}
-    needed = {"fc.weight", "hidden_norm.weight", "layers.0.self_attn.q_norm.weight"}
-    return needed <= bare and any(name.startswith(having) for name in bare)
+NEEDED = {"fc.weight", "hidden_norm.weight", "layers.0.self_attn.q_norm.weight"}
+"""Tensors of every drafter of blocks: only these have a norm after the fusion matrix."""
+Classes = tuple[type[BlockConfig], type[DFlashHead], type[DFlashDrafter]]
 
 
 def block_kind(
     title: str,
-    classes: tuple[type[BlockConfig], type[DFlashHead], type[DFlashDrafter]],
+    classes: Classes,
     config_from: Callable[[Tensors, Mapping[str, Any]], BlockConfig],
     having: str = "",
     tensors_of: Callable[[Tensors], Tensors] = known_tensors,
 ) -> Kind:
     """The row in the table of kinds for heads with these classes of config, head and drafter.
 
-    ``having`` is as in ``is_block_head``. ``tensors_of`` gives the published tensors the names of
-    our modules, and ``config_from`` makes our config from them and the published one.
+    As published, it has a tensor whose name begins with ``having``; ``tensors_of`` gives all the
+    names of our modules, and ``config_from`` makes our config from them and the published one.
     """
     make_config, make_head, _ = classes
+
+    def recognise(names: Collection[str], _: Mapping[str, Any]) -> bool:
+        bare = {bare_name(name) for name in names}
+        return bare >= NEEDED and any(name.startswith(having) for name in bare)
 
     def convert(tensors: Tensors, config: Mapping[str, Any]) -> tuple[dict[str, Any], Tensors]:
         found = tensors_of(tensors)
@@ -410,7 +409,7 @@ def block_kind(
     return Kind(
         title,
         partial(load, classes),
-        lambda names, _: is_block_head(names, having),
+        recognise,
         convert,
         readings=readings,
         never_quantized=tuple(f"{path}.weight" for path in make_head.never_quantized),
@@ -419,7 +418,7 @@ def block_kind(
 
 
 def load(
-    classes: tuple[type[BlockConfig], type[DFlashHead], type[DFlashDrafter]],
+    classes: Classes,
     folder: Path,
     values: dict[str, Any],
     model: nn.Module,

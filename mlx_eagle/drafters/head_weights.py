@@ -1,5 +1,6 @@
 """Weights of an EAGLE head: from the stored matrices to a head attached to its target."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -123,9 +124,7 @@ def build_head(
 
 def _stored_name(path: str) -> str:
     """The stored name of the matrix that runs at ``path``, or of its first part."""
-    layer = path.partition("self_attn." if "self_attn." in path else "mlp.")[0]
-    name = path.removeprefix(layer)
-    return layer + FIRST_STORED.get(name, name)
+    return re.sub(r"(self_attn|mlp)\.\w+$", lambda m: FIRST_STORED.get(m[0], m[0]), path)
 
 
 @dataclass(frozen=True)
