@@ -146,15 +146,10 @@ def _open_published(
             arrays = {name: tensor.read() for name, tensor in checkpoint.tensors.items()}
             return mtp.load_mtp(arrays, model, options)
     packing = options.quantization(model)
-    if options.quantize_bits is None and _is_packed(path):
-        packing = Quantization()  # what is packed stays as it is
+    names = (name for shard in sorted(path.glob("*.safetensors")) for name in read_header(shard))
+    if options.quantize_bits is None and any(name.endswith(".scales") for name in names):
+        packing = Quantization()  # what MLX has packed stays as it is
     return _open_checkpoint(path, name, model, packing)
-
-
-def _is_packed(path: Path) -> bool:
-    """Whether MLX has packed matrices of a checkpoint."""
-    shards = sorted(path.glob("*.safetensors"))
-    return any(name.endswith(".scales") for shard in shards for name in read_header(shard))
 
 
 def _open_known(model: nn.Module, options: LoadOptions, copies: bool) -> tuple[str, Drafter]:

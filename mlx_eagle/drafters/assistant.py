@@ -43,7 +43,7 @@ from .folder import (
     shapes_of,
 )
 from .head import Projection, with_all_rows
-from .kind import LoadOptions, Tensor, Tensors
+from .kind import LoadOptions, Tensors
 from .target_parts import TargetSizes, activation_dtype, find_embedding, sizes_of
 
 SLIDING = "sliding_attention"
@@ -82,9 +82,7 @@ class AssistantConfig(FolderConfig):
     position of the last row that it has.
     """
 
-    hidden_size: Size
     target_hidden_size: Size
-    vocab_size: Size
     intermediate_size: Size
     num_heads: Annotated[int, whole(1, 1024)]
     head_dim: Size
@@ -199,6 +197,7 @@ class AssistantDrafter(FeatureDrafter):
     """
 
     head: Assistant
+    knows_first = False  # the target's rows have to be cut to what was kept
 
     def __init__(self, head: Assistant, target: nn.Module):
         """Raises ValueError if the assistant was not made for this target."""
@@ -228,10 +227,6 @@ class AssistantDrafter(FeatureDrafter):
         """Embeddings and hidden states (..., H) side by side."""
         embeddings = embeddings * self._scale
         return mx.concatenate([embeddings, hidden.astype(embeddings.dtype)], axis=-1)
-
-    def _first_logits(self, seed: mx.array) -> mx.array:
-        """No logits yet: the target's rows have to be cut to what was kept first."""
-        return mx.zeros((0,))
 
     def with_draft_vocab(self, ids: np.ndarray) -> Self:
         if self.head.has_clusters:
@@ -323,7 +318,14 @@ def convert(tensors: Tensors, config: Mapping[str, Any]) -> tuple[dict[str, Any]
     """See ``Kind.convert``. There is one table of tokens, whether the output is tied or not."""
     check(config, PUBLISHED, "config.json")
     text = config.get("text_config") or {}
-    found = _known_tensors(tensors, config.get("tie_word_embeddings", True))
+    found = {}
+    for name, tensor in tensors.items():
+        bare = name.removeprefix("model.").removeprefix("masked_embedding.")
+        if "rotary_emb" not in bare:
+            found[bare] = tensor
+    output = found.pop("lm_head.weight", None)
+    if output is not None and not config.get("tie_word_embeddings", True):
+        found["embed_tokens.weight"] = output
     made = _config_from(found, config, text)
     ordering = found.pop(ORDERING, None)
     check_tensors(shapes_of(Assistant(made)), found)
@@ -341,19 +343,6 @@ def readings(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """The other convention of positions; see ``Kind.readings``."""
     other = "newest" if config["position"] == "next" else "next"
     return {f"{other} position": {"position": other}}
-
-
-def _known_tensors(tensors: Tensors, is_tied: bool) -> dict[str, Tensor]:
-    """The tensors under the names of our modules."""
-    found = {}
-    for name, tensor in tensors.items():
-        bare = name.removeprefix("model.").removeprefix("masked_embedding.")
-        if "rotary_emb" not in bare:
-            found[bare] = tensor
-    output = found.pop("lm_head.weight", None)
-    if output is not None and not is_tied:
-        found["embed_tokens.weight"] = output
-    return found
 
 
 def _config_from(

@@ -87,13 +87,11 @@ class BlockConfig(FolderConfig):
     target's own factor.
     """
 
-    hidden_size: Size
     num_layers: Few
     num_heads: Few
     num_kv_heads: Few
     head_dim: Size
     intermediate_size: Size
-    vocab_size: Size
     draft_vocab_size: Size
     taps: Annotated[tuple[int, ...], INT_LIST]
     mask_token_id: Annotated[int, whole(0, 2**24)]
@@ -137,10 +135,6 @@ class BlockConfig(FolderConfig):
                 "layers: use the one made for this model."
             )
         target.check_vocabulary("drafter", c.vocab_size, c.mask_token_id)
-
-    @property
-    def targets(self) -> str:
-        return f"for targets of hidden size {self.hidden_size} with {self.vocab_size} tokens"
 
     @property
     def longest_draft(self) -> int:

@@ -33,7 +33,7 @@ from .kind import Kind, LoadOptions, Tensors
 from .target_parts import activation_dtype, embedding_scale, find_embedding, lm_head_of, sizes_of
 from .tree import Tree, check_tree_width
 
-Caches = list[KVCache] | list[RaggedCache]
+Caches = Sequence[KVCache | RaggedCache]
 Sublayer = Callable[[mx.array], mx.array]
 
 
@@ -82,10 +82,6 @@ class BlockAttention(nn.Module):
             c.rope_scaling,
             c.max_position_embeddings,
         )
-
-    def absorb(self, context: mx.array, cache: KVCache | RaggedCache) -> None:
-        """Append keys and values of the context's rows (B, m, h) to the cache."""
-        cache.update_and_fetch(*self.keys_and_values(context, cache.offset))
 
     def __call__(
         self, x: mx.array, cache: KVCache | RaggedCache, mask: mx.array | None
@@ -183,7 +179,7 @@ class DFlashHead(nn.Module):
         """Append features (B, m, F) to the context."""
         context = self.hidden_norm(self.fc(features.astype(self.dtype)))
         for layer, cache in zip(self.layers, caches, strict=True):
-            layer.self_attn.absorb(context, cache)
+            cache.update_and_fetch(*layer.self_attn.keys_and_values(context, cache.offset))
 
     def __call__(self, x: mx.array, caches: Caches) -> mx.array:
         """Hidden states (B, m, h) of a block's rows x (B, m, h), which stay in the caches."""
@@ -208,6 +204,7 @@ class DFlashDrafter(FeatureDrafter):
     """A ``Drafter`` with a DFlash head: one head forward for a draft of any length."""
 
     head: DFlashHead
+    knows_first = False  # the block has to run
 
     def __init__(
         self,
@@ -254,10 +251,6 @@ class DFlashDrafter(FeatureDrafter):
         """The seed is the newest token (1,), or its embedding (1, h)."""
         self.head.absorb(features[None], self.cache[:-1])
         return row_at(tokens if tokens.ndim == 2 else tokens.astype(mx.int32), last)
-
-    def _first_logits(self, seed: mx.array) -> mx.array:
-        """Nothing, since the block has to run before there are logits."""
-        return mx.zeros((0,))
 
     def absorb_rows(self, tokens: mx.array, features: mx.array, caches: RaggedCaches) -> mx.array:
         self.head.absorb(features, caches.open())

@@ -47,6 +47,7 @@ class EagleDrafter(FeatureDrafter):
 
     draft_window: int | None = None
     """Number of the newest slots that the head's caches keep beside the first few; None: all."""
+    lagging = False
 
     def __init__(
         self,
@@ -73,7 +74,7 @@ class EagleDrafter(FeatureDrafter):
     @property
     def cost_key(self) -> str:
         window = "" if self.draft_window is None else f" window {self.draft_window}"
-        return super().cost_key + window
+        return super().cost_key + window + (" lagging" if self.lagging else "")
 
     @property
     def dtype(self) -> mx.Dtype:
@@ -127,7 +128,6 @@ class Eagle3Drafter(EagleDrafter):
     The text is the target's own either way.
     """
 
-    lagging = False
     _uses_overlay = False
 
     def with_draft_cache(self, draft_cache: str) -> "Eagle3Drafter":
@@ -136,10 +136,6 @@ class Eagle3Drafter(EagleDrafter):
         made = copy(self)
         made.lagging = draft_cache == "lagging"
         return made.begin()
-
-    @property
-    def cost_key(self) -> str:
-        return super().cost_key + (" lagging" if self.lagging else "")
 
     def _start(self, cache: list[Any]) -> None:
         super()._start(cache)

@@ -46,7 +46,11 @@ class EarlierAnswers:
                 del self._scopes[unused]
                 self._order = [each for each in self._order if each != unused]
             while self._count() > self.bound:
-                self._drop_oldest()
+                oldest = self._order.pop(0)
+                answers = self._scopes[oldest]
+                answers.drop_first(1 + int(np.argmax(answers.tokens == GAP)))
+                if not len(answers):
+                    del self._scopes[oldest]
 
     def match(self, scope: Scope, end: np.ndarray, size: int) -> TextMatch:
         """Find the longest match of a text's ``end`` in the answers of its scope."""
@@ -65,10 +69,3 @@ class EarlierAnswers:
 
     def _count(self) -> int:
         return sum(map(len, self._scopes.values()))
-
-    def _drop_oldest(self) -> None:
-        scope = self._order.pop(0)
-        answers = self._scopes[scope]
-        answers.drop_first(1 + int(np.argmax(answers.tokens == GAP)))
-        if not len(answers):
-            del self._scopes[scope]

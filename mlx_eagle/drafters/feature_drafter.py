@@ -63,6 +63,9 @@ class FeatureDrafter(Drafter):
     rows: OutputRows | None = None
     """Rows of the output matrices to draft from; None: all."""
 
+    knows_first = True
+    """Whether the seed of a draft tells the logits of its first token."""
+
     num_parallel_heads = 0
     """Number of additional tokens that ``parallel_logits`` predicts."""
 
@@ -108,12 +111,6 @@ class FeatureDrafter(Drafter):
             )
         return drafter
 
-    def with_seen(self, seen: tuple[int, ...]) -> Self:
-        """The same drafter, which can also draft these tokens."""
-        drafter = copy(self)
-        drafter._draft_from(seen)
-        return drafter
-
     def see_text(self, tokens: Callable[[], np.ndarray]) -> None:
         if self._wanted is None:
             return
@@ -149,13 +146,8 @@ class FeatureDrafter(Drafter):
         """The head's input for features (..., F): hidden (..., h), or the features themselves."""
         return features
 
-    def parallel_logits(self, hidden: mx.array, index: int) -> mx.array:
-        """Logits (m, Vd) of the token ``index`` + 1 after the one that ``logits`` predicts."""
-        raise NotImplementedError
-
-    def _first_logits(self, seed: mx.array) -> mx.array:
-        """Logits of the first draft token, (0,) if they are not known before the draft."""
-        return self.logits(seed)
+    parallel_logits: Callable[[mx.array, int], mx.array]
+    """Logits (m, Vd) of the token that is so many + 1 after the one that ``logits`` predicts."""
 
     def chain(self, size: int, pick: Pick, forward: HeadStep) -> list[mx.array]:
         """Draft ``size`` tokens (B,), one forward of the head for each but the first.
@@ -220,7 +212,9 @@ class FeatureDrafter(Drafter):
     def start_from(self, seed: mx.array, first: mx.array | None = None) -> None:
         """Draft from ``seed`` from now on, and the logits of the ``first`` token after it."""
         self._seed = seed
-        self._first = self._first_logits(seed) if first is None else first
+        if first is None:
+            first = self.logits(seed) if self.knows_first else mx.zeros((0,))
+        self._first = first
 
     def make_cache(self) -> list[Any]:
         return [KVCache() for _ in range(self._num_layers + 1)]
@@ -354,7 +348,8 @@ class HeadBatchDrafter(BatchDrafter):
         newest_first = (token for each in reversed(self._seen) for token in each)
         every = tuple(sorted(list(dict.fromkeys(newest_first))[:MOST_OF_A_PROMPT]))
         if every != own.seen:
-            self._own = own.with_seen(every)
+            self._own = copy(own)
+            self._own._draft_from(every)
         return every == seen and every == own.seen
 
     def keep(self, index: list[int]) -> None:

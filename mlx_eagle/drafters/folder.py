@@ -59,6 +59,9 @@ class FolderConfig(ABC):
     A field that is no flag says in its annotation what it may hold: ``Annotated[int, SIZE]``.
     """
 
+    hidden_size: Size
+    vocab_size: Size
+
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], where: str | Path = "config.json") -> Self:
         """Read the known fields of a ``config.json``, which ``where`` names in messages.
@@ -97,18 +100,18 @@ class FolderConfig(ABC):
             config.check_fit(target)
         return config.targets
 
-    @abstractmethod
     def rules(self) -> Iterator[tuple[str, bool]]:
         """Yield names of fields that have to go together, and whether they do."""
+        yield from ()
 
     @abstractmethod
     def check_fit(self, target: TargetSizes) -> None:
         """Raise ValueError where drafter and target do not belong together."""
 
     @property
-    @abstractmethod
     def targets(self) -> str:
         """The sizes of its targets for people."""
+        return f"for targets of hidden size {self.hidden_size} with {self.vocab_size} tokens"
 
 
 def kind_in(config: Mapping[str, Any]) -> str:

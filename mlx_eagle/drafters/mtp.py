@@ -8,23 +8,23 @@ which mlx-lm loads without them, or in a folder of their own. What families call
 """
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache, trim_prompt_cache
 
-from ..system.fields import BOOL, OBJECT, TEXT, Table, check, shown
+from ..system.fields import BOOL, OBJECT, TEXT, check, shown
 from ..target_model.stand_in import StandIn
 from .base import BatchDrafter, Draft, Pick, PickChildren, row_at, start_early
 from .feature_drafter import FeatureDrafter, last_features
 from .folder import (
-    PACKING,
-    SIZE,
+    FolderConfig,
     building,
     check_tensors,
     quantize_as_stored,
@@ -68,18 +68,20 @@ FOLDER = (
     {"mtp_layers.0.input_proj.weight", "mtp_layers.0.token_layernorm.weight"},
 )
 """Tensors that only folders of such layers have, of one family or another."""
-CONVERTED: Table = {
-    "target_type": TEXT,
-    "hidden_size": SIZE,
-    "vocab_size": SIZE,
-    "state_first": BOOL,
-    "state_normed": BOOL,
-    "quantization": PACKING,
-}
-"""Keys of the ``config.json`` of a converted folder."""
-OPTIONAL = ("state_normed", "quantization")
 NEVER_QUANTIZED = (f"{ROUTER}.weight", "mixer.gate.weight")
 FORMATS = {mx.float16: "F16", mx.bfloat16: "BF16", mx.float32: "F32"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MTPConfig(FolderConfig):
+    """The ``config.json`` of converted layers; the flags are as in ``MTPHead``."""
+
+    target_type: Annotated[str, TEXT]
+    state_first: bool
+    state_normed: Annotated[bool | None, BOOL] = None
+
+    def check_fit(self, target: TargetSizes) -> None:
+        target.check_width("MTP layer", self.hidden_size)
 
 
 class MTPDrafter(FeatureDrafter):
@@ -222,15 +224,12 @@ class SteppedMTPDrafter(MTPDrafter):
         return None
 
     def logits(self, hidden: mx.array) -> mx.array:
-        return self._logits_of(0, hidden)
+        return self._logits_of(0, hidden[:1])
 
     def _logits_of(self, index: int, made: mx.array) -> mx.array:
         step = self.head.steps[index]
         output = step.lm_head if "lm_head" in step else self._project
         return self.project(output, step.norm(made))
-
-    def _first_logits(self, seed: mx.array) -> mx.array:
-        return self.logits(seed[:1])
 
     def _advance(
         self, index: int, tokens: mx.array, hidden: mx.array
@@ -350,12 +349,14 @@ def load(
     if config.get("kind") is None:
         weights = read_tensors(sorted(folder.glob("*.safetensors")), lambda name: True)
         return load_mtp(weights, model, options, quantization)
-    made_for(config, folder / "config.json", sizes_of(model))
+    made = MTPConfig.from_dict(config, folder / "config.json")
+    made.check_fit(sizes_of(model))
     packing = options.quantization()
     drafter = _drafter_of(read_weights(folder), model, options.dtype, quantization, packing)
     for step in drafter.head.get("steps", [drafter.head]):
-        step.state_first = config.get("state_first") is True
-    drafter.take_hidden(config.get("state_normed", drafter.head.state_normed) is True)
+        step.state_first = made.state_first
+    if made.state_normed is not None:
+        drafter.take_hidden(made.state_normed)
     return drafter
 
 
@@ -464,12 +465,6 @@ def by_name(model: nn.Module, options: LoadOptions) -> MTPDrafter:
 
 def made_for(config: dict[str, Any], where: Path, target: TargetSizes | None) -> str:
     """The sizes of its targets, where it is converted; see ``Kind.made_for``."""
-    check(config, CONVERTED, where)
     if config.get("kind") is None:
         return "for the target it was published with"
-    missing = [key for key in CONVERTED if key not in OPTIONAL and config.get(key) is None]
-    if missing:
-        raise ValueError(f"{where} has no {missing[0]}: convert the layers again.")
-    if target is not None:
-        target.check_width("MTP layer", config["hidden_size"])
-    return f"for targets of hidden size {config['hidden_size']} with {config['vocab_size']} tokens"
+    return MTPConfig.made_for(config, where, target)

@@ -315,7 +315,10 @@ class MTPHead(nn.Module):
         self.fc = nn.Linear(2 * hidden_size, hidden_size, bias=False)
         self.layers = layers
         self.norm = nn.RMSNorm(hidden_size, eps)
-        self._attends = [_has_cache(layer) for layer in layers]
+        # Of blocks with one part each, not all attend.
+        self._attends = [
+            "self_attn" in layer or getattr(layer, "block_type", None) == "*" for layer in layers
+        ]
         self._arrays = arrays
         self.state_first = False
         self.state_normed = True
@@ -348,11 +351,6 @@ class MTPHead(nn.Module):
         """Input of the layers: both through a norm each, side by side, then the matrix."""
         both = [self.pre_fc_norm_embedding(embeddings), self.pre_fc_norm_hidden(hidden)]
         return self.fc(mx.concatenate(both[::-1] if self.state_first else both, axis=-1))
-
-
-def _has_cache(layer: nn.Module) -> bool:
-    """Whether a layer attends; of blocks with one part each, not all do."""
-    return "self_attn" in layer or getattr(layer, "block_type", None) == "*"
 
 
 class MTPSteps(nn.Module):
