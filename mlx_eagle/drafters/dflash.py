@@ -265,7 +265,8 @@ class DFlashDrafter(FeatureDrafter):
         hidden = self._hidden(size)
         tokens = mx.concatenate(self.read(hidden, anchor, pick))
         before = mx.concatenate([anchor, tokens[:-1]])
-        return Draft(tokens, confidence=self.confidence(hidden[0], before))
+        logits = self.confidence_logits(hidden[0], before)
+        return Draft(tokens, confidence=None if logits is None else mx.sigmoid(logits))
 
     def draft_rows(self, size: int, caches: RaggedCaches, pick: Pick) -> list[mx.array]:
         hidden = self._hidden_after(self._embed(self._seed[:, None]), size, caches.open())
@@ -318,8 +319,8 @@ class DFlashDrafter(FeatureDrafter):
 
         return self._grown(shape, first, step, pick)
 
-    def confidence(self, hidden: mx.array, before: mx.array) -> mx.array | None:
-        """``Draft.confidence`` from hidden states (k, h) of slots and the tokens before each."""
+    def confidence_logits(self, hidden: mx.array, before: mx.array) -> mx.array | None:
+        """Logits (...) of confidence in slots of states (..., h) after tokens (...), if any."""
         return None
 
     def _hidden_after(self, anchors: mx.array, size: int, caches: Caches) -> mx.array:
