@@ -28,11 +28,7 @@ LARGEST_WIDTH = 2**24  # of a matrix: no head has a wider one
 SIZE = whole(1, LARGEST_WIDTH)
 Size = Annotated[int, SIZE]
 PACKING: Table = {"bits": BITS, "group_size": GROUP}
-FOLDER: Table = {
-    "kind": TEXT,
-    "quantization": PACKING,
-    "source": {"path": TEXT, "files": OBJECT},
-}
+FOLDER: Table = {"kind": TEXT, "quantization": PACKING, "source": {"path": TEXT, "files": OBJECT}}
 """Keys of every ``config.json`` of a converted folder, besides its kind's own fields."""
 FLOATS = (mx.float16, mx.bfloat16, mx.float32)
 Built = TypeVar("Built", bound=nn.Module)

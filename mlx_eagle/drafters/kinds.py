@@ -53,12 +53,7 @@ KINDS: dict[str, Kind] = {
         made_for=assistant.AssistantConfig.made_for,
         readings=assistant.readings,
     ),
-    "eagle3": Kind(
-        "an EAGLE head",
-        eagle3.load,
-        eagle3.recognise,
-        made_for=Eagle3Config.made_for,
-    ),
+    "eagle3": Kind("an EAGLE head", eagle3.load, eagle3.recognise, made_for=Eagle3Config.made_for),
     "lookup": Kind(
         "prompt lookup",
         lambda *_: LookupDrafter(),  # a folder has nothing to add
