@@ -17,16 +17,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models import gemma4_text
 
-from ..system.fields import (
-    BOOL,
-    Table,
-    check,
-    list_of,
-    number_above,
-    one_of,
-    shown,
-    whole,
-)
+from ..system.fields import BOOL, Table, check, list_of, number_above, one_of, shown, whole
 from ..target_model.cache_view import CacheView
 from ..target_model.ragged import RaggedCaches
 from .base import Draft, Pick, row_at, start_early

@@ -47,7 +47,7 @@ class EagleDrafter(FeatureDrafter):
 
     draft_window: int | None = None
     """Number of the newest slots that the head's caches keep beside the first few; None: all."""
-    lagging = False
+    lagging = False  # whether its cache is the lagging one of ``Eagle3Drafter``
 
     def __init__(
         self,
@@ -336,16 +336,14 @@ class ParallelDrafter(EagleDrafter):
         rows = slots[-num_rows:, None]
 
         def visible(window: int | None) -> mx.array | None:
-            seen: mx.array
-            near: mx.array
             if self.draft_window is not None and num_rows == num_pairs == 1:
                 return None  # it finds its window, and nothing else
-            seen = (slots <= rows) & ((slots <= base + last) | is_masked | (rows < end))
+            seen: mx.array = (slots <= rows) & ((slots <= base + last) | is_masked | (rows < end))
             window = self.draft_window or window
             if window is None:
                 return seen
             # As in training, a draft sees all of itself, from the last pair on.
-            near = (slots > positions[:, None] - window) | (slots >= base + last)
+            near: mx.array = (slots > positions[:, None] - window) | (slots >= base + last)
             return seen & (near if self.draft_window is None else near | (slots < SINKS))
 
         before = Checkpoint(caches, num_rows=num_rows)

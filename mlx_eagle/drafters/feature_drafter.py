@@ -13,16 +13,7 @@ from mlx_lm.models.cache import KVCache
 from ..target_model.masks_and_ropes import evaluate_ropes
 from ..target_model.ragged import RaggedCaches
 from ..target_model.tree_rows import each_itself
-from .base import (
-    BatchDrafter,
-    Draft,
-    Drafter,
-    Pick,
-    PickChildren,
-    Picks,
-    check_width,
-    start_early,
-)
+from .base import BatchDrafter, Draft, Drafter, Pick, PickChildren, Picks, check_width, start_early
 from .output_rows import MOST_OF_A_PROMPT, OutputRows, Project, indices_in, newest_others
 from .tree import StaticTree, Step, Tree
 
@@ -132,10 +123,8 @@ class FeatureDrafter(Drafter):
         """Logits (..., Vd) from x (..., h), with the rows of ``output`` to draft from."""
         return output(x) if self.rows is None else self.rows.project(output, x)
 
-    def logits(self, hidden: mx.array) -> mx.array:
-        """Logits (m, Vd) after hidden states (m, h)."""
-        logits: mx.array = self.head.logits(hidden)
-        return logits
+    logits: Callable[[mx.array], mx.array]
+    """Logits (m, Vd) after hidden states (m, h)."""
 
     def forward(self, embeddings: mx.array, hidden: mx.array, caches: list[Any]) -> mx.array:
         """One pass of the head over m slots of B requests: (B, m, h), (B, m, h) -> (B, m, h)."""

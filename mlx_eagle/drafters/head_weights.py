@@ -46,8 +46,12 @@ def fuse_weights(
     """
     weights = dict(weights)
     if config is not None and config.latent is not None:
-        for layer in range(num_layers):
-            _cut_heads(weights, f"layers.{layer}.self_attn.", config.num_heads, config.latent)
+        for name in [name for name in weights if ".kv_b_proj." in name]:
+            both = weights.pop(name)  # (H (N + V), r), to be (H, N, r) and (H, V, r)
+            by_head = both.reshape(config.num_heads, -1, both.shape[-1])
+            keys, values = mx.split(by_head, [config.latent["qk_nope_head_dim"]], axis=1)
+            weights[name.replace("kv_b", "k_b")] = keys
+            weights[name.replace("kv_b", "v_b")] = values
     for layer in range(num_layers):
         for fused, parts in FUSED.items():
             for suffix in ("weight", "scales", "biases", "bias"):
@@ -57,19 +61,6 @@ def fuse_weights(
                     rows = [weights.pop(name) for name in names if name in weights]
                     weights[f"layers.{layer}.{fused}.{suffix}"] = mx.concatenate(rows, axis=0)
     return weights
-
-
-def _cut_heads(
-    weights: dict[str, mx.array], prefix: str, num_heads: int, latent: dict[str, int]
-) -> None:
-    """kv_b_proj (H (N + V), r) as k_b_proj (H, N, r) and v_b_proj (H, V, r)."""
-    for suffix in ("weight", "scales", "biases"):
-        both = weights.pop(f"{prefix}kv_b_proj.{suffix}", None)
-        if both is not None:
-            rows = both.reshape(num_heads, -1, both.shape[-1])
-            keys, values = mx.split(rows, [latent["qk_nope_head_dim"]], axis=1)
-            weights[f"{prefix}k_b_proj.{suffix}"] = keys
-            weights[f"{prefix}v_b_proj.{suffix}"] = values
 
 
 def split_weights(weights: dict[str, mx.array], config: Eagle3Config) -> dict[str, mx.array]:

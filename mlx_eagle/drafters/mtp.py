@@ -16,7 +16,6 @@ from typing import Annotated, Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache, trim_prompt_cache
 
 from ..system.fields import BOOL, OBJECT, TEXT, check, shown
@@ -192,6 +191,8 @@ class SteppedMTPDrafter(MTPDrafter):
     the last position's features holds what was passed on there as well, side by side.
     """
 
+    head: MTPSteps
+
     def _start(self, cache: list[Any]) -> None:
         super()._start(cache)
         # Of the latest two calls of extend: slots before it, and what was passed on from the last
@@ -235,8 +236,7 @@ class SteppedMTPDrafter(MTPDrafter):
         self, index: int, tokens: mx.array, hidden: mx.array
     ) -> tuple[mx.array, mx.array]:
         self.num_forwards += 1
-        head: MTPSteps = self.head
-        return head.advance(index, self._embedded(tokens), hidden, self.cache[index])
+        return self.head.advance(index, self._embedded(tokens), hidden, self.cache[index])
 
     def _absorb(self, tokens: mx.array, features: mx.array, last: mx.array | None) -> mx.array:
         num = len(self.head.steps)
@@ -370,7 +370,7 @@ def convert(tensors: Tensors, config: Mapping[str, Any]) -> tuple[dict[str, Any]
     family = family_of(target)
     published = family.renamed(tensors, len(target.layers))
     head = make_mtp_head(target, published)
-    parts = dict(tree_flatten(head.parameters()))
+    parts = shapes_of(head)
     turned = JOIN if family.state_first else "?"
     kept = {
         name: tensor
@@ -379,7 +379,7 @@ def convert(tensors: Tensors, config: Mapping[str, Any]) -> tuple[dict[str, Any]
     }
     arrays = {name: tensor.read() for name, tensor in published.items() if name not in kept}
     own = kept | {n: _AtHand(array) for n, array in prepared(arrays, family, target).items()}
-    check_tensors(shapes_of(head), own)
+    check_tensors(parts, own)
     made = {
         "target_type": type_of(target),
         "hidden_size": text_args(target).hidden_size,

@@ -378,10 +378,9 @@ class MTPSteps(nn.Module):
         return [layer for step in self.steps for layer in step.layers]
 
     @property
-    def norm(self) -> nn.Module:
+    def norm(self) -> Any:
         """The first layer's."""
-        norm: nn.Module = self.steps[0].norm
-        return norm
+        return self.steps[0].norm
 
     chooses = True  # so no trees: which layer a slot is for depends on its depth
 

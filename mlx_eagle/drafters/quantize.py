@@ -51,8 +51,7 @@ class Quantization:
     @property
     def words(self) -> str:
         """The bits for people: "8 bits", or "4 to 6 bits"."""
-        most = max(FINE_BITS[0].values())
-        return between(self.bits or USUAL_BITS, self.bits or most)
+        return between(self.bits or USUAL_BITS, self.bits or max(FINE_BITS[0].values()))
 
     def choose(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Packing | None]:
         """The packing of each matrix by its path; None if no group size divides its width.

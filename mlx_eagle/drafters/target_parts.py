@@ -185,10 +185,9 @@ def take_tensors(source: str, is_wanted: IsWanted) -> dict[str, mx.array]:
 
 def holder_of(source: str, is_wanted: IsWanted) -> str | None:
     """The checkpoint that ``take_tensors`` would take from; no weights are read or fetched."""
-    try:
+    with suppress(LayersMissing):
         return search(source, is_wanted)[0]
-    except LayersMissing:
-        return None
+    return None
 
 
 def search(source: str, is_wanted: IsWanted) -> tuple[str, list[str], str | None]:
