@@ -261,10 +261,9 @@ class DFlashDrafter(FeatureDrafter):
 
     def propose(self, size: int, pick: Pick) -> Draft:
         """A chain of ``size`` tokens, or fewer if a block has fewer."""
-        anchor = self._seed
         hidden = self._hidden(size)
-        tokens = mx.concatenate(self.read(hidden, anchor, pick))
-        before = mx.concatenate([anchor, tokens[:-1]])
+        tokens = mx.concatenate(self.read(hidden, self._seed, pick))
+        before = mx.concatenate([self._seed, tokens[:-1]])
         logits = self.confidence_logits(hidden[0], before)
         return Draft(tokens, confidence=None if logits is None else mx.sigmoid(logits))
 
@@ -371,8 +370,16 @@ class DFlashDrafter(FeatureDrafter):
         return capped(self.project(self._project, hidden), self.head.config.logit_softcap)
 
 
-NEEDED = {"fc.weight", "hidden_norm.weight", "layers.0.self_attn.q_norm.weight"}
-"""Tensors of every drafter of blocks: only these have a norm after the fusion matrix."""
+def is_block_head(names: Collection[str], having: str = "") -> bool:
+    """Whether there is a norm after the fusion matrix, which only drafters of blocks have.
+
+    There must also be a tensor whose name begins with ``having``.
+    """
+    bare = {bare_name(name) for name in names}
+    needed = {"fc.weight", "hidden_norm.weight", "layers.0.self_attn.q_norm.weight"}
+    return needed <= bare and any(name.startswith(having) for name in bare)
+
+
 Classes = tuple[type[BlockConfig], type[DFlashHead], type[DFlashDrafter]]
 
 
@@ -385,14 +392,10 @@ def block_kind(
 ) -> Kind:
     """The row in the table of kinds for heads with these classes of config, head and drafter.
 
-    As published, it has a tensor whose name begins with ``having``; ``tensors_of`` gives all the
-    names of our modules, and ``config_from`` makes our config from them and the published one.
+    ``having`` is as in ``is_block_head``. ``tensors_of`` gives the published tensors the names of
+    our modules, and ``config_from`` makes our config from them and the published one.
     """
     make_config, make_head, _ = classes
-
-    def recognise(names: Collection[str], _: Mapping[str, Any]) -> bool:
-        bare = {bare_name(name) for name in names}
-        return bare >= NEEDED and any(name.startswith(having) for name in bare)
 
     def convert(tensors: Tensors, config: Mapping[str, Any]) -> tuple[dict[str, Any], Tensors]:
         found = tensors_of(tensors)
@@ -403,7 +406,7 @@ def block_kind(
     return Kind(
         title,
         partial(load, classes),
-        recognise,
+        lambda names, _: is_block_head(names, having),
         convert,
         readings=readings,
         never_quantized=tuple(f"{path}.weight" for path in make_head.never_quantized),

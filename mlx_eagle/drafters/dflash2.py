@@ -156,10 +156,12 @@ class DFlash2Drafter(DFlashDrafter):
 
 
 def tensors_of(tensors: Tensors) -> dict[str, Tensor]:
-    """The tensors of a checkpoint by z-lab or speculators under the names of our modules."""
+    """The tensors of a checkpoint by z-lab or speculators under the names of our modules.
+
+    Codebooks and base kernels are no modules of their own, whatever they were saved as.
+    """
     found = {}
     for name, tensor in known_tensors(tensors).items():
-        # Codebooks and base kernels are no modules of their own, whatever they were saved as.
         bare = name.removesuffix(".weight")
         found[bare if bare.endswith((*SELECTOR, "base_kernel")) else name] = tensor
     return found

@@ -366,10 +366,9 @@ def read_target_config(source: str | Path) -> dict[str, Any]:
     """
     folder = Path(source).expanduser()
     folder = folder if folder.is_dir() else fetch(str(source), (CONFIG,))
-    try:
+    with suppress(ValueError):
         return read_published(folder / CONFIG)
-    except ValueError:
-        return {}
+    return {}
 
 
 def read_tensors(files: Iterable[Path], is_wanted: IsWanted) -> dict[str, mx.array]:
