@@ -206,6 +206,7 @@ class ParallelFields:
 class LayerFields:
     """Sizes, norms, biases and scales of a head outside of attention."""
 
+    hidden_size: Size
     num_layers: Few
     intermediate_size: Size
     max_position_embeddings: Size = 2048
