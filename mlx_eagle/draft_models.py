@@ -7,6 +7,7 @@ import hashlib
 import sys
 from collections.abc import Collection, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -17,9 +18,9 @@ from .decoding.setup import AUTO
 from .drafters import mtp
 from .drafters.base import Drafter
 from .drafters.kind import Kind, LoadOptions
-from .drafters.kinds import KINDS, is_converted, kind_of, load_drafter, own_kind, published_kind
+from .drafters.kinds import KINDS, is_converted, kind_of, load_folder, own_kind, published_kind
 from .drafters.lookup import LookupDrafter
-from .drafters.output_rows import DraftVocab, with_draft_vocab
+from .drafters.output_rows import DraftVocab
 from .drafters.pairs import Pair, is_named_after, pairs_for
 from .drafters.quantize import Quantization, bits_of
 from .drafters.target_parts import MOST_STEPS, TargetSizes, made_from, sizes_of
@@ -98,31 +99,27 @@ def open_beside(
         return None, None
     base, has_plus = (AUTO, False) if name is None else split_name(name)
     copies = has_plus or (copies and base == AUTO)
-    if base == AUTO and own is not None:
-        drafter = with_draft_vocab(
-            own.with_draft_window(draft_window), draft_vocab, model, tokenizer
-        )
+    if own is None and target is None and tokenizer is not None:
+        target = tokenizer.name_or_path
+    options = LoadOptions(
+        quantize_bits,
+        tokenizer=tokenizer,
+        target=None if target is None else str(target),
+        draft_window=draft_window,
+        draft_vocab=draft_vocab,
+    )
+    if base != AUTO:
+        drafter = _open(base, model, options)
+    elif own is not None:
+        drafter = options.limit(own, model)
     else:
-        if target is None and tokenizer is not None:
-            target = tokenizer.name_or_path
-        target_name = None if target is None else str(target)
-        options = LoadOptions(quantize_bits, tokenizer=tokenizer, target=target_name)
-        if base == AUTO:
-            base, drafter = _open_known(model, options, draft_window, draft_vocab, copies)
-        else:
-            drafter = _open(base, model, options, draft_window, draft_vocab)
+        base, drafter = _open_known(model, options, copies)
     if copies and base != LOOKUP:
         return f"{base}+{LOOKUP}", drafter.with_copies()
     return base, drafter
 
 
-def _open(
-    name: str,
-    model: nn.Module,
-    options: LoadOptions,
-    draft_window: int | None,
-    draft_vocab: DraftVocab,
-) -> Drafter:
+def _open(name: str, model: nn.Module, options: LoadOptions) -> Drafter:
     """Open a drafter by its name without "+lookup"."""
     named = KINDS.get(name)
     if named is not None and named.by_name is not None:
@@ -130,17 +127,9 @@ def _open(
     else:
         path, kind = _find(name)
         if kind is None:
-            return load_drafter(
-                path,
-                model,
-                quantize_bits=options.quantize_bits,
-                draft_window=draft_window,
-                draft_vocab=draft_vocab,
-                tokenizer=options.tokenizer,
-            )
+            return load_folder(path, model, options)
         opened = _open_published(path, name, kind, model, options)
-    opened = opened.with_draft_window(draft_window)
-    return with_draft_vocab(opened, draft_vocab, model, options.tokenizer)
+    return options.limit(opened, model)
 
 
 def _open_published(
@@ -156,24 +145,13 @@ def _open_published(
         if mtp.recognise(checkpoint.tensors, checkpoint.config):
             return mtp.load_mtp(checkpoint.arrays(), model, options)
     packing = options.quantization(model)
-    if options.quantize_bits is None and _is_packed(path):
-        packing = Quantization()  # what is packed stays as it is
+    names = (name for shard in sorted(path.glob("*.safetensors")) for name in read_header(shard))
+    if options.quantize_bits is None and any(name.endswith(".scales") for name in names):
+        packing = Quantization()  # what MLX has packed stays as it is
     return _open_checkpoint(path, name, model, packing)
 
 
-def _is_packed(path: Path) -> bool:
-    """Whether MLX has packed matrices of a checkpoint."""
-    shards = sorted(path.glob("*.safetensors"))
-    return any(name.endswith(".scales") for shard in shards for name in read_header(shard))
-
-
-def _open_known(
-    model: nn.Module,
-    options: LoadOptions,
-    draft_window: int | None,
-    draft_vocab: DraftVocab,
-    copies: bool,
-) -> tuple[str, Drafter]:
+def _open_known(model: nn.Module, options: LoadOptions, copies: bool) -> tuple[str, Drafter]:
     """Open the first known drafter of the target that can be; else one that only copies.
 
     What is taken, and what cannot be, is said on standard error.
@@ -186,7 +164,7 @@ def _open_known(
     unknown = f"no public head is known here for {options.target}"
     for pair in known_pairs(options.target):
         try:
-            drafter = _open(pair.head, model, options, draft_window, draft_vocab)
+            drafter = _open(pair.head, model, options)
         except USER_ERRORS as err:
             reason = " ".join(str(err).split())
             print(f"{pair.head} is passed over, for it cannot be used: {reason}", file=sys.stderr)
@@ -318,19 +296,20 @@ def _open_checkpoint(
 ) -> Drafter:
     """A head as published: its converted form, from the cache where it is there and usable."""
     target = sizes_of(model)
+    load = partial(load_folder, model=model, options=LoadOptions())
     folder = cached_folder(path, packing, target)
     if folder.is_dir():
         try:
-            return load_drafter(folder, model)
+            return load(folder)
         except ValueError as err:
             print(f"{folder} is converted again, for it cannot be used: {err}", file=sys.stderr)
             discard_folder(folder)
     try:
-        return load_drafter(converted(path, name, packing, target), model)
+        return load(converted(path, name, packing, target))
     except CannotWrite as err:
         print(f"warning: the converted head is not kept: {err}", file=sys.stderr)
     with TemporaryDirectory() as folder:
-        return load_drafter(_convert(path, name, Path(folder) / "head", packing, target), model)
+        return load(_convert(path, name, Path(folder) / "head", packing, target))
 
 
 def cached_folder(path: Path, packing: Quantization | None, target: TargetSizes) -> Path:

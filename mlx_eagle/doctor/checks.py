@@ -21,7 +21,7 @@ from mlx_lm.utils import _get_classes, get_total_parameters
 from ..decoding.pass_costs import EXPECTED, TargetWeights
 from ..decoding.setup import AUTO
 from ..draft_models import LOOKUP, known_pairs, split_name
-from ..drafters.kinds import KINDS, kind_of
+from ..drafters.kinds import KINDS, kind_of, own_kind
 from ..drafters.model_drafter import NOT_LOADED
 from ..drafters.mtp import outline
 from ..drafters.output_rows import USUAL_SHARE, WORTH_IT
@@ -416,7 +416,7 @@ def _named_head(model_name: str, name: str, model: nn.Module) -> Finding:
     if name == LOOKUP:
         return Finding("draft model", "lookup, which copies from the prompt and has no weights")
     if name in KINDS and KINDS[name].by_name is not None:
-        if KINDS[name].comes_with(model_name):
+        if own_kind(model_name) == name:
             return _own_layers(name, model)
         raise ValueError(
             f"there is no {name} in the target's checkpoint, nor in what it was made from"

@@ -162,23 +162,23 @@ class CopyAcceptance:
         """``others`` are the shares of other texts, which are the prior."""
         believed = [1 - WRONG_BY_TOKEN ** min(place, MOST_BELIEVED) for place in COPY_PLACES]
         halved = [ANSWERS_SHARE * chance for chance in believed]
+        given = [believed, halved] if others is None else others._shares
         num = len(COPY_PLACES)
-        self._own: Acceptance = Acceptance(believed if others is None else others._own, num)
-        self._answers: Acceptance = Acceptance(halved if others is None else others._answers, num)
+        self._shares: list[Acceptance] = [Acceptance(prior, num) for prior in given]
 
     def learn(self, copies: Sequence[CopySeen]) -> None:
         """Record how far the copies of a round were right, verified or not."""
         for seen in copies:
             if seen.num_seen == 0:
                 continue
-            counts = self._answers if seen.is_answer else self._own
+            counts = self._shares[seen.is_answer]
             counts.fade(COPY_MEMORY)
             for i in range(seen.num_seen):
                 counts.see(_copy_class(seen.match_length + i), i < seen.num_right)
 
     def along(self, match_length: int, size: int, is_answer: bool = False) -> list[float]:
         """The chance of each of ``size`` tokens after a match to be kept."""
-        places = (self._answers if is_answer else self._own).places
+        places = self._shares[is_answer].places
         chances = (places[_copy_class(match_length + i)] for i in range(size))
         return list(accumulate(chances, mul))
 

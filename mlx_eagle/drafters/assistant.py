@@ -17,20 +17,10 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models import gemma4_text
 
-from ..system.fields import (
-    BOOL,
-    Table,
-    check,
-    list_of,
-    number_above,
-    one_of,
-    shown,
-    whole,
-)
+from ..system.fields import BOOL, Table, check, list_of, number_above, one_of, shown, whole
 from ..target_model.cache_view import CacheView
 from ..target_model.ragged import RaggedCaches
 from .base import Draft, Pick, row_at, start_early
-from .batch_drafter import HeadBatchDrafter
 from .feature_drafter import FeatureDrafter
 from .folder import (
     LARGEST_WIDTH,
@@ -44,7 +34,7 @@ from .folder import (
     shapes_of,
 )
 from .head import Projection, with_all_rows
-from .kind import LoadOptions, Tensor, Tensors
+from .kind import LoadOptions, Tensors
 from .target_parts import TargetSizes, activation_dtype, find_embedding, sizes_of
 
 SLIDING = "sliding_attention"
@@ -83,9 +73,7 @@ class AssistantConfig(FolderConfig):
     position of the last row that it has.
     """
 
-    hidden_size: Size
     target_hidden_size: Size
-    vocab_size: Size
     intermediate_size: Size
     num_heads: Annotated[int, whole(1, 1024)]
     head_dim: Size
@@ -200,6 +188,7 @@ class AssistantDrafter(FeatureDrafter):
     """
 
     head: Assistant
+    knows_first = False  # the target's rows have to be cut to what was kept
 
     def __init__(self, head: Assistant, target: nn.Module):
         """Raises ValueError if the assistant was not made for this target."""
@@ -209,7 +198,6 @@ class AssistantDrafter(FeatureDrafter):
         self._embed, _ = find_embedding(target)
         self._scale: float = text.model.embed_scale
         super().__init__(head, (len(target.layers) + 1,), 0, head.config.target_hidden_size)
-        mx.eval(head.parameters())
 
     def _start(self, cache: list[Any]) -> None:
         super()._start(cache)
@@ -230,10 +218,6 @@ class AssistantDrafter(FeatureDrafter):
         """Embeddings and hidden states (..., H) side by side."""
         embeddings = embeddings * self._scale
         return mx.concatenate([embeddings, hidden.astype(embeddings.dtype)], axis=-1)
-
-    def _first_logits(self, seed: mx.array) -> mx.array:
-        """No logits yet: the target's rows have to be cut to what was kept first."""
-        return mx.zeros((0,))
 
     def with_draft_vocab(self, ids: np.ndarray) -> Self:
         if self.head.has_clusters:
@@ -258,18 +242,11 @@ class AssistantDrafter(FeatureDrafter):
             for kind, (keys, values, mask) in rows.items()
         }
 
-    def batch_drafter(self) -> HeadBatchDrafter:
-        return HeadBatchDrafter(self)
-
     def propose(self, size: int, pick: Pick) -> Draft:
         """A chain of ``size`` tokens: one forward for each."""
-        return Draft(mx.concatenate(self._draft(size, pick)))
+        return Draft(mx.concatenate(self.draft_rows(size, None, pick)))
 
-    def draft_rows(self, size: int, caches: RaggedCaches, pick: Pick) -> list[mx.array]:
-        return self._draft(size, pick)
-
-    def _draft(self, size: int, pick: Pick) -> list[mx.array]:
-        """``size`` tokens (B,) for B requests."""
+    def draft_rows(self, size: int, caches: RaggedCaches | None, pick: Pick) -> list[mx.array]:
         joined = self._seed  # (B, 2H)
         rows = self._rows
         self._rows = {}  # the next pass would copy the caches for a reader
@@ -332,7 +309,14 @@ def convert(tensors: Tensors, config: Mapping[str, Any]) -> tuple[dict[str, Any]
     """See ``Kind.convert``. There is one table of tokens, whether the output is tied or not."""
     check(config, PUBLISHED, "config.json")
     text = config.get("text_config") or {}
-    found = _known_tensors(tensors, config.get("tie_word_embeddings", True))
+    found = {}
+    for name, tensor in tensors.items():
+        bare = name.removeprefix("model.").removeprefix("masked_embedding.")
+        if "rotary_emb" not in bare:
+            found[bare] = tensor
+    output = found.pop("lm_head.weight", None)
+    if output is not None and not config.get("tie_word_embeddings", True):
+        found["embed_tokens.weight"] = output
     made = _config_from(found, config, text)
     ordering = found.pop(ORDERING, None)
     check_tensors(shapes_of(Assistant(made)), found)
@@ -350,19 +334,6 @@ def readings(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """The other convention of positions; see ``Kind.readings``."""
     other = "newest" if config["position"] == "next" else "next"
     return {f"{other} position": {"position": other}}
-
-
-def _known_tensors(tensors: Tensors, is_tied: bool) -> dict[str, Tensor]:
-    """The tensors under the names of our modules."""
-    found = {}
-    for name, tensor in tensors.items():
-        bare = name.removeprefix("model.").removeprefix("masked_embedding.")
-        if "rotary_emb" not in bare:
-            found[bare] = tensor
-    output = found.pop("lm_head.weight", None)
-    if output is not None and not is_tied:
-        found["embed_tokens.weight"] = output
-    return found
 
 
 def _config_from(

@@ -402,23 +402,15 @@ class PendingPairs:
         features = mx.concatenate(found, axis=-2) if found else None
         tokens = mx.concatenate([tokens for _, tokens, _, _ in self._rounds], axis=-1)
         if tokens.ndim > 1 and sum(self.lengths) < tokens.size:
-            kept_index = self._kept_index()
+            # Of each request the rows that count, in front.
+            is_kept = [np.arange(t.shape[1]) < np.array([own]).T for _, t, _, own in self._rounds]
+            order = np.argsort(~np.concatenate(is_kept, axis=1), axis=1, kind="stable")
+            kept_index = mx.array(order[:, : len(self)])
             tokens = mx.take_along_axis(tokens, kept_index, axis=1)
             if features is not None:
                 features = mx.take_along_axis(features, kept_index[..., None], axis=1)
         extend(tokens, features)
         self.clear()
-
-    def _kept_index(self) -> mx.array:
-        """Positions of each request's tokens among all rows, (B, m); padded at the end."""
-        kept_index: list[list[int]] = [[] for _ in self.lengths]
-        start = 0
-        for _, tokens, _, lengths in self._rounds:
-            for own, length in zip(kept_index, lengths, strict=True):
-                own += range(start, start + length)
-            start += tokens.shape[1]
-        width = len(self)
-        return mx.array([own + [0] * (width - len(own)) for own in kept_index])
 
 
 class BatchDrafter:

@@ -31,29 +31,26 @@ LAYER_IDS = list_of(whole(-1, 4096), "whole numbers from -1")
 SCALINGS = ("linear", "llama3", "yarn")
 ACTIVATION = one_of("silu", "gelu_pytorch_tanh")
 SECTIONS: Table = {"transformer_layer_config": OBJECT, "dflash_config": OBJECT}
+FLAGS = (
+    "use_swa", "use_sliding_window", "sliding_window_non_causal", "causal", "is_causal",
+    "dflash_query_causal", "dspark_bonus_anchor", "sample_from_anchor", "rope_is_neox_style",
+)  # fmt: skip
+"""Keys of a published config that are true or false."""
 PUBLISHED: Table = {
+    **dict.fromkeys(FLAGS, BOOL),
     "target_layer_ids": LAYER_IDS,
     "block_size": FEW,
     "input_embedding_scale": POSITIVE,
     "final_logit_softcapping": POSITIVE,
-    "use_swa": BOOL,
     "swa_window_size": SIZE,
-    "causal": BOOL,
-    "dflash_query_causal": BOOL,
     "selector_top_k": whole(1, 2**16),
-    "dspark_bonus_anchor": BOOL,
-    "sample_from_anchor": BOOL,
-    "is_causal": BOOL,
-    "sliding_window_non_causal": BOOL,
     "aux_hidden_state_layer_ids": INT_LIST,
-    "rope_is_neox_style": BOOL,
     "speculators_config": {"proposal_methods": LIST},
     "vocab_size": SIZE,
     "rope_parameters": {"rope_type": TEXT},
     "rope_scaling": OBJECT,
     "layer_types": TEXTS,
     "sliding_window": whole(),
-    "use_sliding_window": BOOL,
 }
 """Types of keys of a published config, in any section, beside those of our own names."""
 
@@ -87,13 +84,11 @@ class BlockConfig(FolderConfig):
     target's own factor.
     """
 
-    hidden_size: Size
     num_layers: Few
     num_heads: Few
     num_kv_heads: Few
     head_dim: Size
     intermediate_size: Size
-    vocab_size: Size
     draft_vocab_size: Size
     taps: Annotated[tuple[int, ...], INT_LIST]
     mask_token_id: Annotated[int, whole(0, 2**24)]
@@ -129,18 +124,13 @@ class BlockConfig(FolderConfig):
         yield "mask_token_id vocab_size", self.mask_token_id < self.vocab_size
 
     def check_fit(self, target: TargetSizes) -> None:
-        c = self
-        target.check_width("drafter", c.hidden_size)
-        if max(c.taps) > target.num_layers:
+        target.check_width("drafter", self.hidden_size)
+        if max(self.taps) > target.num_layers:
             raise ValueError(
-                f"the drafter taps layers {shown(c.taps)}, but the target has {target.num_layers} "
-                "layers: use the one made for this model."
+                f"the drafter taps layers {shown(self.taps)}, but the target has "
+                f"{target.num_layers} layers: use the one made for this model."
             )
-        target.check_vocabulary("drafter", c.vocab_size, c.mask_token_id)
-
-    @property
-    def targets(self) -> str:
-        return f"for targets of hidden size {self.hidden_size} with {self.vocab_size} tokens"
+        target.check_vocabulary("drafter", self.vocab_size, self.mask_token_id)
 
     @property
     def longest_draft(self) -> int:
@@ -297,8 +287,7 @@ def first_slot_from(settings: Mapping[str, Any], default: int) -> int:
     drafted = methods[0].get("speculative_tokens") if isinstance(methods[0], Mapping) else None
     block_size = _need(settings, "block_size")
     if isinstance(drafted, int) and block_size - drafted in (0, 1):
-        first: int = block_size - drafted
-        return first
+        return int(block_size - drafted)
     if settings.get("sample_from_anchor") is not None:
         return 0 if settings["sample_from_anchor"] else 1
     if settings.get("dspark_bonus_anchor") is not None:

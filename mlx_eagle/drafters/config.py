@@ -72,6 +72,11 @@ def read_nested(ids: tuple[int, ...], num_layers: int | None) -> LayerIds:
     return LayerIds(outputs, "nested+1", is_certain=False)
 
 
+SCALES = (
+    "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
+    "beta_fast", "beta_slow", "partial_rotary_factor",
+)  # fmt: skip
+"""Numbers above 0 of a rope's scaling."""
 ROPE: Table = {
     "type": TEXT,
     "theta": number_above(1, 1e15),
@@ -79,18 +84,7 @@ ROPE: Table = {
     "traditional": BOOL,
     "scaling": {
         "type": one_of("linear", "dynamic", "llama3", "yarn", "longrope", "proportional"),
-        **dict.fromkeys(
-            (
-                "factor",
-                "low_freq_factor",
-                "high_freq_factor",
-                "original_max_position_embeddings",
-                "beta_fast",
-                "beta_slow",
-                "partial_rotary_factor",
-            ),
-            POSITIVE,
-        ),
+        **dict.fromkeys(SCALES, POSITIVE),
         **dict.fromkeys(("mscale", "mscale_all_dim"), NUMBER),
         **dict.fromkeys(("short_factor", "long_factor"), list_of(POSITIVE, "numbers above 0")),
     },

@@ -52,20 +52,16 @@ class Copies:
     @property
     def match(self) -> TextMatch:
         """The longest match of the end of the text: in the text, or longer in another answer."""
-        if not self._is_latest:
-            self.latest = self._find()
-            self._is_latest = True
-        return self.latest
-
-    def _find(self) -> TextMatch:
+        if self._is_latest:
+            return self.latest
         size = MOST_COPIED + 1  # the first of them may be in flight already
         own = self.text.match(size)
-        if not own.tokens:
-            own = NO_MATCH
-        if self._answers is None:
-            return own
-        other = self._answers.match(self._scope, self.text.end, size)
-        return other if other.length > own.length else own
+        found = [own if own.tokens else NO_MATCH]
+        if self._answers is not None:
+            found.append(self._answers.match(self._scope, self.text.end, size))
+        self.latest = max(found, key=lambda match: match.length)
+        self._is_latest = True
+        return self.latest
 
     def tokens(self, size: int) -> list[int]:
         """Copy at most ``size`` tokens that may follow the committed ones."""

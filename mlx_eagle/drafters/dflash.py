@@ -23,7 +23,6 @@ from mlx_lm.models.rope_utils import initialize_rope
 from ..target_model.masks_and_ropes import evaluate_ropes
 from ..target_model.ragged import RaggedCache, RaggedCaches
 from .base import Draft, Pick, PickChildren, row_at
-from .batch_drafter import HeadBatchDrafter
 from .block_config import BlockConfig, bare_name, config_from, known_tensors, readings
 from .feature_drafter import FeatureDrafter
 from .folder import check_tensors, read_module, read_weights, shapes_of
@@ -34,7 +33,7 @@ from .kind import Kind, LoadOptions, Tensors
 from .target_parts import activation_dtype, embedding_scale, find_embedding, lm_head_of, sizes_of
 from .tree import Tree, check_tree_width
 
-Caches = list[KVCache] | list[RaggedCache]
+Caches = Sequence[KVCache | RaggedCache]
 Sublayer = Callable[[mx.array], mx.array]
 
 
@@ -83,10 +82,6 @@ class BlockAttention(nn.Module):
             c.rope_scaling,
             c.max_position_embeddings,
         )
-
-    def absorb(self, context: mx.array, cache: KVCache | RaggedCache) -> None:
-        """Append keys and values of the context's rows (B, m, h) to the cache."""
-        cache.update_and_fetch(*self.keys_and_values(context, cache.offset))
 
     def __call__(
         self, x: mx.array, cache: KVCache | RaggedCache, mask: mx.array | None
@@ -184,7 +179,7 @@ class DFlashHead(nn.Module):
         """Append features (B, m, F) to the context."""
         context = self.hidden_norm(self.fc(features.astype(self.dtype)))
         for layer, cache in zip(self.layers, caches, strict=True):
-            layer.self_attn.absorb(context, cache)
+            cache.update_and_fetch(*layer.self_attn.keys_and_values(context, cache.offset))
 
     def __call__(self, x: mx.array, caches: Caches) -> mx.array:
         """Hidden states (B, m, h) of a block's rows x (B, m, h), which stay in the caches."""
@@ -209,6 +204,7 @@ class DFlashDrafter(FeatureDrafter):
     """A ``Drafter`` with a DFlash head: one head forward for a draft of any length."""
 
     head: DFlashHead
+    knows_first = False  # the block has to run
 
     def __init__(
         self,
@@ -227,7 +223,7 @@ class DFlashDrafter(FeatureDrafter):
         c = head.config
         super().__init__(head, c.taps, len(head.layers), len(c.taps) * c.hidden_size)
         self._mask = embed(mx.array([c.mask_token_id]))
-        mx.eval(self._mask, head.parameters())
+        mx.eval(self._mask)
 
     @property
     def longest_draft(self) -> int:
@@ -256,10 +252,6 @@ class DFlashDrafter(FeatureDrafter):
         self.head.absorb(features[None], self.cache[:-1])
         return row_at(tokens if tokens.ndim == 2 else tokens.astype(mx.int32), last)
 
-    def _first_logits(self, seed: mx.array) -> mx.array:
-        """Nothing, since the block has to run before there are logits."""
-        return mx.zeros((0,))
-
     def absorb_rows(self, tokens: mx.array, features: mx.array, caches: RaggedCaches) -> mx.array:
         self.head.absorb(features, caches.open())
         return tokens
@@ -269,11 +261,11 @@ class DFlashDrafter(FeatureDrafter):
 
     def propose(self, size: int, pick: Pick) -> Draft:
         """A chain of ``size`` tokens, or fewer if a block has fewer."""
-        anchor = self._seed
         hidden = self._hidden(size)
-        tokens = mx.concatenate(self.read(hidden, anchor, pick))
-        before = mx.concatenate([anchor, tokens[:-1]])
-        return Draft(tokens, confidence=self.confidence(hidden[0], before))
+        tokens = mx.concatenate(self.read(hidden, self._seed, pick))
+        before = mx.concatenate([self._seed, tokens[:-1]])
+        logits = self.confidence_logits(hidden[0], before)
+        return Draft(tokens, confidence=None if logits is None else mx.sigmoid(logits))
 
     def draft_rows(self, size: int, caches: RaggedCaches, pick: Pick) -> list[mx.array]:
         hidden = self._hidden_after(self._embed(self._seed[:, None]), size, caches.open())
@@ -326,8 +318,8 @@ class DFlashDrafter(FeatureDrafter):
 
         return self._grown(shape, first, step, pick)
 
-    def confidence(self, hidden: mx.array, before: mx.array) -> mx.array | None:
-        """``Draft.confidence`` from hidden states (k, h) of slots and the tokens before each."""
+    def confidence_logits(self, hidden: mx.array, before: mx.array) -> mx.array | None:
+        """Logits (...) of confidence in slots of states (..., h) after tokens (...), if any."""
         return None
 
     def _hidden_after(self, anchors: mx.array, size: int, caches: Caches) -> mx.array:
@@ -377,9 +369,6 @@ class DFlashDrafter(FeatureDrafter):
     def logits(self, hidden: mx.array) -> mx.array:
         return capped(self.project(self._project, hidden), self.head.config.logit_softcap)
 
-    def batch_drafter(self) -> HeadBatchDrafter:
-        return HeadBatchDrafter(self)
-
 
 def is_block_head(names: Collection[str], having: str = "") -> bool:
     """Whether there is a norm after the fusion matrix, which only drafters of blocks have.
@@ -391,9 +380,12 @@ def is_block_head(names: Collection[str], having: str = "") -> bool:
     return needed <= bare and any(name.startswith(having) for name in bare)
 
 
+Classes = tuple[type[BlockConfig], type[DFlashHead], type[DFlashDrafter]]
+
+
 def block_kind(
     title: str,
-    classes: tuple[type[BlockConfig], type[DFlashHead], type[DFlashDrafter]],
+    classes: Classes,
     config_from: Callable[[Tensors, Mapping[str, Any]], BlockConfig],
     having: str = "",
     tensors_of: Callable[[Tensors], Tensors] = known_tensors,
@@ -423,7 +415,7 @@ def block_kind(
 
 
 def load(
-    classes: tuple[type[BlockConfig], type[DFlashHead], type[DFlashDrafter]],
+    classes: Classes,
     folder: Path,
     values: dict[str, Any],
     model: nn.Module,

@@ -19,7 +19,6 @@ from .kind import Tensor, Tensors
 
 SELECTOR = ("predecessor_codebook", "successor_codebook")
 Few = Annotated[int, whole(1, 2**16)]
-PROJECTIONS = ("kernel_projection", "hidden_projection")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +106,7 @@ class DFlash2Head(DFlashHead):
     """Weights of a DFlash2 head."""
 
     config: DFlash2Config
-    never_quantized = PROJECTIONS
+    never_quantized = ("kernel_projection", "hidden_projection")
     for_float16 = mx.bfloat16
     """A dtype wider than float16: published heads exceed its largest number between layers."""
 
@@ -157,14 +156,15 @@ class DFlash2Drafter(DFlashDrafter):
 
 
 def tensors_of(tensors: Tensors) -> dict[str, Tensor]:
-    """The tensors of a checkpoint by z-lab or speculators under the names of our modules."""
-    return {_name(name): tensor for name, tensor in known_tensors(tensors).items()}
+    """The tensors of a checkpoint by z-lab or speculators under the names of our modules.
 
-
-def _name(name: str) -> str:
-    """Codebooks and base kernels are no modules of their own, whatever they were saved as."""
-    bare = name.removesuffix(".weight")
-    return bare if bare.endswith((*SELECTOR, "base_kernel")) else name
+    Codebooks and base kernels are no modules of their own, whatever they were saved as.
+    """
+    found = {}
+    for name, tensor in known_tensors(tensors).items():
+        bare = name.removesuffix(".weight")
+        found[bare if bare.endswith((*SELECTOR, "base_kernel")) else name] = tensor
+    return found
 
 
 def config_from(tensors: Tensors, config: Mapping[str, Any]) -> DFlash2Config:

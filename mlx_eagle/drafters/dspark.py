@@ -160,12 +160,7 @@ class DSparkDrafter(DFlashDrafter):
         own, carried = markov(before, hidden, carried)
         return logits + self.project(markov.markov_w2, own), carried
 
-    def confidence(self, hidden: mx.array, before: mx.array) -> mx.array | None:
-        logits = self.confidence_logits(hidden, before)
-        return None if logits is None else mx.sigmoid(logits)
-
     def confidence_logits(self, hidden: mx.array, before: mx.array) -> mx.array | None:
-        """Logits (...) of confidence in slots of states (..., h) after tokens (...), if any."""
         head = self.head
         if head.config.confidence == "none":
             return None

@@ -20,8 +20,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, trim_prompt_cache
 from ..target_model.masks_and_ropes import BY_LENGTH, exact_masks, find_ropes, slot_positions
 from ..target_model.ragged import RaggedCaches
 from ..target_model.rollback import Checkpoint
-from .base import Draft, Pick, PickChildren, index_of, row_at
-from .batch_drafter import HeadBatchDrafter
+from .base import BatchDrafter, Draft, Pick, PickChildren, index_of, row_at
 from .feature_drafter import FeatureDrafter
 from .head import Eagle3Head
 from .head_cache import SINKS, DraftOverlay, as_plain_caches, check_window
@@ -48,6 +47,7 @@ class EagleDrafter(FeatureDrafter):
 
     draft_window: int | None = None
     """Number of the newest slots that the head's caches keep beside the first few; None: all."""
+    lagging = False  # whether its cache is the lagging one of ``Eagle3Drafter``
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class EagleDrafter(FeatureDrafter):
     @property
     def cost_key(self) -> str:
         window = "" if self.draft_window is None else f" window {self.draft_window}"
-        return super().cost_key + window
+        return super().cost_key + window + (" lagging" if self.lagging else "")
 
     @property
     def dtype(self) -> mx.Dtype:
@@ -90,9 +90,9 @@ class EagleDrafter(FeatureDrafter):
         super()._start(cache)
         self._warned = False
 
-    def batch_drafter(self) -> HeadBatchDrafter | None:
+    def batch_drafter(self) -> BatchDrafter | None:
         by_length = any(isinstance(rope, BY_LENGTH) for rope in find_ropes(self.head))
-        return None if by_length or self.draft_window is not None else HeadBatchDrafter(self)
+        return None if by_length or self.draft_window is not None else super().batch_drafter()
 
     def hidden_of(self, features: mx.array) -> mx.array:
         return self.head.fuse(features)
@@ -128,7 +128,6 @@ class Eagle3Drafter(EagleDrafter):
     The text is the target's own either way.
     """
 
-    lagging = False
     _uses_overlay = False
 
     def with_draft_cache(self, draft_cache: str) -> "Eagle3Drafter":
@@ -137,10 +136,6 @@ class Eagle3Drafter(EagleDrafter):
         made = copy(self)
         made.lagging = draft_cache == "lagging"
         return made.begin()
-
-    @property
-    def cost_key(self) -> str:
-        return super().cost_key + (" lagging" if self.lagging else "")
 
     def _start(self, cache: list[Any]) -> None:
         super()._start(cache)
@@ -182,7 +177,7 @@ class Eagle3Drafter(EagleDrafter):
 
             return self.branched(shape, pick, forward)
 
-    def batch_drafter(self) -> HeadBatchDrafter | None:
+    def batch_drafter(self) -> BatchDrafter | None:
         return None if self.lagging else super().batch_drafter()
 
     @property
@@ -283,7 +278,7 @@ class ParallelDrafter(EagleDrafter):
         self._mask_hidden = head.masked(1)
         mx.eval(self._mask_embedding, self._mask_hidden)
 
-    def batch_drafter(self) -> HeadBatchDrafter | None:
+    def batch_drafter(self) -> BatchDrafter | None:
         is_windowed = any(layer.window is not None for layer in self.head.layers)
         return None if is_windowed else super().batch_drafter()
 
@@ -341,16 +336,14 @@ class ParallelDrafter(EagleDrafter):
         rows = slots[-num_rows:, None]
 
         def visible(window: int | None) -> mx.array | None:
-            seen: mx.array
-            near: mx.array
             if self.draft_window is not None and num_rows == num_pairs == 1:
                 return None  # it finds its window, and nothing else
-            seen = (slots <= rows) & ((slots <= base + last) | is_masked | (rows < end))
+            seen: mx.array = (slots <= rows) & ((slots <= base + last) | is_masked | (rows < end))
             window = self.draft_window or window
             if window is None:
                 return seen
             # As in training, a draft sees all of itself, from the last pair on.
-            near = (slots > positions[:, None] - window) | (slots >= base + last)
+            near: mx.array = (slots > positions[:, None] - window) | (slots >= base + last)
             return seen & (near if self.draft_window is None else near | (slots < SINKS))
 
         before = Checkpoint(caches, num_rows=num_rows)

@@ -1,7 +1,7 @@
 """Earlier answers of a server, from which other requests of the same scope may copy."""
 
 from collections.abc import Sequence
-from threading import Lock
+from threading import RLock
 
 import numpy as np
 
@@ -26,13 +26,13 @@ class EarlierAnswers:
         # The answers of each scope, a gap behind each; the scope that was used last at the end.
         self._scopes: dict[Scope, SeenText] = {}
         self._order: list[Scope] = []  # of all answers, the oldest first
-        self._lock = Lock()
+        self._lock = RLock()
 
     @property
     def num_tokens(self) -> int:
         """Tokens kept, gaps included."""
         with self._lock:
-            return self._count()
+            return sum(map(len, self._scopes.values()))
 
     def add(self, scope: Scope, tokens: Sequence[int]) -> None:
         """Keep an answer that has ended, if it is long enough and fits the bound."""
@@ -45,8 +45,13 @@ class EarlierAnswers:
                 unused = next(iter(self._scopes))
                 del self._scopes[unused]
                 self._order = [each for each in self._order if each != unused]
-            while self._count() > self.bound:
-                self._drop_oldest()
+            while self.num_tokens > self.bound:
+                oldest = self._order.pop(0)
+                answers = self._scopes[oldest]
+                left = answers.tokens[1 + int(np.argmax(answers.tokens == GAP)) :]
+                self._scopes[oldest] = SeenText(left)
+                if not len(left):
+                    del self._scopes[oldest]
 
     def match(self, scope: Scope, end: np.ndarray, size: int) -> TextMatch:
         """Find the longest match of a text's ``end`` in the answers of its scope."""
@@ -62,13 +67,3 @@ class EarlierAnswers:
         """The answers of a scope, which is the one used last now."""
         self._scopes[scope] = self._scopes.pop(scope, SeenText())
         return self._scopes[scope]
-
-    def _count(self) -> int:
-        return sum(map(len, self._scopes.values()))
-
-    def _drop_oldest(self) -> None:
-        scope = self._order.pop(0)
-        answers = self._scopes[scope]
-        answers.drop_first(1 + int(np.argmax(answers.tokens == GAP)))
-        if not len(answers):
-            del self._scopes[scope]

@@ -1,4 +1,4 @@
-"""Base of drafters that take the target's features: caches and state of a request."""
+"""Base of drafters that take the target's features, for one request or for several at once."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from mlx_lm.models.cache import KVCache
 from ..target_model.masks_and_ropes import evaluate_ropes
 from ..target_model.ragged import RaggedCaches
 from ..target_model.tree_rows import each_itself
-from .base import Draft, Drafter, Pick, PickChildren, check_width, start_early
+from .base import BatchDrafter, Draft, Drafter, Pick, PickChildren, Picks, check_width, start_early
 from .output_rows import MOST_OF_A_PROMPT, OutputRows, Project, indices_in, newest_others
 from .tree import StaticTree, Step, Tree
 
@@ -43,7 +43,7 @@ class FeatureDrafter(Drafter):
         self._start(self.make_cache())
         # Arrays that are no parameters: nothing else computes them before another thread asks.
         evaluate_ropes(head)
-        mx.eval(self.to_target)
+        mx.eval(self.to_target, head.parameters())
 
     _embed: Callable[[mx.array], mx.array]
     """Maps tokens (m,) to (m, h)."""
@@ -53,6 +53,9 @@ class FeatureDrafter(Drafter):
 
     rows: OutputRows | None = None
     """Rows of the output matrices to draft from; None: all."""
+
+    knows_first = True
+    """Whether the seed of a draft tells the logits of its first token."""
 
     num_parallel_heads = 0
     """Number of additional tokens that ``parallel_logits`` predicts."""
@@ -99,12 +102,6 @@ class FeatureDrafter(Drafter):
             )
         return drafter
 
-    def with_seen(self, seen: tuple[int, ...]) -> Self:
-        """The same drafter, which can also draft these tokens."""
-        drafter = copy(self)
-        drafter._draft_from(seen)
-        return drafter
-
     def see_text(self, tokens: Callable[[], np.ndarray]) -> None:
         if self._wanted is None:
             return
@@ -126,10 +123,8 @@ class FeatureDrafter(Drafter):
         """Logits (..., Vd) from x (..., h), with the rows of ``output`` to draft from."""
         return output(x) if self.rows is None else self.rows.project(output, x)
 
-    def logits(self, hidden: mx.array) -> mx.array:
-        """Logits (m, Vd) after hidden states (m, h)."""
-        logits: mx.array = self.head.logits(hidden)
-        return logits
+    logits: Callable[[mx.array], mx.array]
+    """Logits (m, Vd) after hidden states (m, h)."""
 
     def forward(self, embeddings: mx.array, hidden: mx.array, caches: list[Any]) -> mx.array:
         """One pass of the head over m slots of B requests: (B, m, h), (B, m, h) -> (B, m, h)."""
@@ -140,13 +135,8 @@ class FeatureDrafter(Drafter):
         """The head's input for features (..., F): hidden (..., h), or the features themselves."""
         return features
 
-    def parallel_logits(self, hidden: mx.array, index: int) -> mx.array:
-        """Logits (m, Vd) of the token ``index`` + 1 after the one that ``logits`` predicts."""
-        raise NotImplementedError
-
-    def _first_logits(self, seed: mx.array) -> mx.array:
-        """Logits of the first draft token, (0,) if they are not known before the draft."""
-        return self.logits(seed)
+    parallel_logits: Callable[[mx.array, int], mx.array]
+    """Logits (m, Vd) of the token that is so many + 1 after the one that ``logits`` predicts."""
 
     def chain(self, size: int, pick: Pick, forward: HeadStep) -> list[mx.array]:
         """Draft ``size`` tokens (B,), one forward of the head for each but the first.
@@ -185,6 +175,9 @@ class FeatureDrafter(Drafter):
 
         return self.chain(size, pick, step)
 
+    def batch_drafter(self) -> BatchDrafter | None:
+        return HeadBatchDrafter(self)
+
     def context(self, caches: Sequence[Any]) -> list[mx.array]:
         """Arrays of these caches that no start of a draft is computed from."""
         return []
@@ -208,7 +201,9 @@ class FeatureDrafter(Drafter):
     def start_from(self, seed: mx.array, first: mx.array | None = None) -> None:
         """Draft from ``seed`` from now on, and the logits of the ``first`` token after it."""
         self._seed = seed
-        self._first = self._first_logits(seed) if first is None else first
+        if first is None:
+            first = self.logits(seed) if self.knows_first else mx.zeros((0,))
+        self._first = first
 
     def make_cache(self) -> list[Any]:
         return [KVCache() for _ in range(self._num_layers + 1)]
@@ -302,3 +297,102 @@ def last_features(cache: KVCache) -> mx.array | None:
     """The saved features (1, F); None if there are none, or trimming has made them stale."""
     kept: Any = cache.keys
     return kept[0, 0] if cache.offset else None
+
+
+class HeadBatchDrafter(BatchDrafter):
+    """A head that drafts for B requests in shared passes, on ragged caches.
+
+    An EAGLE head drafts for all in one forward of (B, 1) per drafted token, and absorbs what was
+    verified in one of (B, R). Each request gets the drafts that its own drafter would give it.
+    """
+
+    def __init__(self, drafter: FeatureDrafter):
+        """``drafter`` is any request's; one of its own stands for all of them."""
+        self._joined: list[int] = []  # forwards before each request
+        self._own = drafter.begin()
+        self._seen: list[tuple[int, ...]] = []  # tokens that each request's text adds
+        self._caches = RaggedCaches()
+
+    def num_forwards(self, index: int) -> int:
+        return self._own.num_forwards - self._joined[index]
+
+    def join(self, drafter: Drafter) -> None:
+        assert isinstance(drafter, FeatureDrafter)
+        own = [array[:1] for array in drafter.started]
+        is_alike = self._widen(drafter.seen)
+        if own and self._own.started:
+            both = zip(self._own.started, own, strict=True)
+            own = [mx.concatenate(list(pair)) for pair in (both if is_alike else [next(both)])]
+        if own:
+            self._own.start_from(*(own if is_alike else own[:1]))
+        self._caches.join(drafter.cache[:-1])
+        self._joined.append(self._own.num_forwards)
+
+    def _widen(self, seen: tuple[int, ...]) -> bool:
+        """Also draft the tokens of a request's text; False if that changes the vocabulary."""
+        self._seen.append(seen)
+        own = self._own
+        if own.rows is None:
+            return True
+        newest_first = (token for each in reversed(self._seen) for token in each)
+        every = tuple(sorted(list(dict.fromkeys(newest_first))[:MOST_OF_A_PROMPT]))
+        if every != own.seen:
+            self._own = copy(own)
+            self._own._draft_from(every)
+        return every == seen and every == own.seen
+
+    def keep(self, index: list[int]) -> None:
+        self._seen = [self._seen[b] for b in index]
+        if not index:
+            self._own = self._own.begin()
+        elif self._own.started:
+            rows = mx.array(index, mx.int32)
+            self._own.start_from(*(array[rows] for array in self._own.started))
+        self._caches.keep(index)
+        self._joined = [self._joined[b] for b in index]
+
+    def extract(self, index: int) -> Drafter:
+        drafter = self._own.begin([*self._caches.extract(index), KVCache()])
+        drafter.seen = self._seen[index]  # in its next batch, those of others are left out
+        if self._own.started:
+            drafter.start_from(*(array[mx.array([index])] for array in self._own.started))
+        return drafter
+
+    def see_target(self, caches: Any) -> None:
+        self._own.see_target(caches)
+
+    def propose(
+        self, size: int, picks: Picks, is_asked: Sequence[bool]
+    ) -> tuple[mx.array, list[int]]:
+        """Draft for all; every request has absorbed its first token."""
+        before = self._caches.rows.lengths
+        try:
+            tokens = self._own.draft_rows(size, self._caches, picks.pick)
+        finally:
+            self._caches.rows.set(before)
+        return mx.stack(tokens, axis=1), [len(tokens)] * len(before)
+
+    def extend(
+        self,
+        tokens: mx.array,
+        features: mx.array | None,
+        last: mx.array | None = None,
+        num_rows: Sequence[int] | None = None,
+    ) -> None:
+        """Absorb all rows; ``advance`` then says how many count."""
+        assert features is not None
+        check_width(features, self._own.width)
+        rows = self._own.absorb_rows(tokens, features, self._caches)
+        if last is None:
+            starts = rows[:, -1]
+        else:
+            index = last.reshape(-1, *[1] * (rows.ndim - 1))
+            starts = mx.take_along_axis(rows, index, axis=1)[:, 0]
+        self._own.start_from(starts)
+
+    def advance(self, kept: list[int]) -> None:
+        self._caches.advance(kept)
+
+    def pending(self) -> list[mx.array]:
+        found = self._own.started
+        return found + self._own.context(self._caches.layers) if found else []

@@ -30,11 +30,7 @@ LARGEST_WIDTH = 2**24  # of a matrix: no head has a wider one
 SIZE = whole(1, LARGEST_WIDTH)
 Size = Annotated[int, SIZE]
 PACKING: Table = {"bits": BITS, "group_size": GROUP}
-FOLDER: Table = {
-    "kind": TEXT,
-    "quantization": PACKING,
-    "source": {"path": TEXT, "files": OBJECT},
-}
+FOLDER: Table = {"kind": TEXT, "quantization": PACKING, "source": {"path": TEXT, "files": OBJECT}}
 """Keys of every ``config.json`` of a converted folder, besides its kind's own fields."""
 FLOATS = (mx.float16, mx.bfloat16, mx.float32)
 Built = TypeVar("Built", bound=nn.Module)
@@ -60,6 +56,9 @@ class FolderConfig(ABC):
 
     A field that is no flag says in its annotation what it may hold: ``Annotated[int, SIZE]``.
     """
+
+    hidden_size: Size
+    vocab_size: Size
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], where: str | Path = "config.json") -> Self:
@@ -99,18 +98,18 @@ class FolderConfig(ABC):
             config.check_fit(target)
         return config.targets
 
-    @abstractmethod
     def rules(self) -> Iterator[tuple[str, bool]]:
         """Yield names of fields that have to go together, and whether they do."""
+        yield from ()
 
     @abstractmethod
     def check_fit(self, target: TargetSizes) -> None:
         """Raise ValueError where drafter and target do not belong together."""
 
     @property
-    @abstractmethod
     def targets(self) -> str:
         """The sizes of its targets for people."""
+        return f"for targets of hidden size {self.hidden_size} with {self.vocab_size} tokens"
 
 
 def kind_in(config: Mapping[str, Any]) -> str:

@@ -72,14 +72,13 @@ class Attention(nn.Module):
 
         With B requests, row i of request b is at ``positions[b] + i``.
         """
-        rotated: mx.array
         if isinstance(positions, mx.array) and isinstance(self.rope, BY_LENGTH):
             # Its base is computed in Python: positions from the device are waited for.
             waited: Any = positions.tolist()
             rows = zip(mx.split(x, x.shape[2], axis=2), waited, strict=True)
             return mx.concatenate([self.rope(row, offset=start) for row, start in rows], axis=2)
         if isinstance(positions, int) or positions.shape[0] == x.shape[0]:
-            rotated = self.rope(x, offset=positions)
+            rotated: mx.array = self.rope(x, offset=positions)
             return rotated
         # One batch entry per row: mx.fast.rope takes one offset for each.
         rotated = self.rope(x.transpose(2, 1, 0, 3), offset=positions)

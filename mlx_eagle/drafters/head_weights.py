@@ -1,5 +1,6 @@
 """Weights of an EAGLE head: from the stored matrices to a head attached to its target."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -44,8 +45,12 @@ def fuse_weights(
     """
     weights = dict(weights)
     if config is not None and config.latent is not None:
-        for layer in range(num_layers):
-            _cut_heads(weights, f"layers.{layer}.self_attn.", config.num_heads, config.latent)
+        for name in [name for name in weights if ".kv_b_proj." in name]:
+            both = weights.pop(name)  # (H (N + V), r), to be (H, N, r) and (H, V, r)
+            by_head = both.reshape(config.num_heads, -1, both.shape[-1])
+            keys, values = mx.split(by_head, [config.latent["qk_nope_head_dim"]], axis=1)
+            weights[name.replace("kv_b", "k_b")] = keys
+            weights[name.replace("kv_b", "v_b")] = values
     for layer in range(num_layers):
         for fused, parts in FUSED.items():
             for suffix in ("weight", "scales", "biases", "bias"):
@@ -55,19 +60,6 @@ def fuse_weights(
                     rows = [weights.pop(name) for name in names if name in weights]
                     weights[f"layers.{layer}.{fused}.{suffix}"] = mx.concatenate(rows, axis=0)
     return weights
-
-
-def _cut_heads(
-    weights: dict[str, mx.array], prefix: str, num_heads: int, latent: dict[str, int]
-) -> None:
-    """kv_b_proj (H (N + V), r) as k_b_proj (H, N, r) and v_b_proj (H, V, r)."""
-    for suffix in ("weight", "scales", "biases"):
-        both = weights.pop(f"{prefix}kv_b_proj.{suffix}", None)
-        if both is not None:
-            rows = both.reshape(num_heads, -1, both.shape[-1])
-            keys, values = mx.split(rows, [latent["qk_nope_head_dim"]], axis=1)
-            weights[f"{prefix}k_b_proj.{suffix}"] = keys
-            weights[f"{prefix}v_b_proj.{suffix}"] = values
 
 
 def split_weights(weights: dict[str, mx.array], config: Eagle3Config) -> dict[str, mx.array]:
@@ -122,9 +114,7 @@ def build_head(
 
 def _stored_name(path: str) -> str:
     """The stored name of the matrix that runs at ``path``, or of its first part."""
-    layer = path.partition("self_attn." if "self_attn." in path else "mlp.")[0]
-    name = path.removeprefix(layer)
-    return layer + FIRST_STORED.get(name, name)
+    return re.sub(r"(self_attn|mlp)\.\w+$", lambda m: FIRST_STORED.get(m[0], m[0]), path)
 
 
 @dataclass(frozen=True)

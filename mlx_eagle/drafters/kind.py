@@ -11,6 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .base import Drafter
+from .output_rows import DraftVocab, with_draft_vocab
 from .quantize import Quantization, usual_quantization
 from .target_parts import TargetSizes
 
@@ -46,13 +47,21 @@ class LoadOptions:
     converted, or, where it is opened as published, as ``usual_quantization`` says. It computes in
     ``dtype``, None for the target's own. ``tokenizer`` is the target's, where it is known, to
     compare vocabularies, and ``target`` the folder or repository that the target is from.
+    ``draft_window`` and ``draft_vocab`` are as in ``open_drafter``.
     """
 
     quantize_bits: int | None = None
     quantize_group_size: int = 64
     dtype: mx.Dtype | None = None
+    draft_window: int | None = None
+    draft_vocab: DraftVocab = None
     tokenizer: Any = None
     target: str | None = None
+
+    def limit(self, drafter: Drafter, model: nn.Module) -> Drafter:
+        """A drafter for ``model`` with the window and the part of the vocabulary that it gets."""
+        drafter = drafter.with_draft_window(self.draft_window)
+        return with_draft_vocab(drafter, self.draft_vocab, model, self.tokenizer)
 
     def quantization(self, published_for: nn.Module | None = None) -> Quantization | None:
         """The quantization of a drafter while it is loaded; None: none.
@@ -108,6 +117,3 @@ class Kind:
 
     by_name: Callable[[nn.Module, LoadOptions], Drafter] | None = None
     """The drafter that the kind's own name opens for a target, if no folder is needed."""
-
-    comes_with: Callable[[str], bool] = lambda _: False
-    """Whether a target's checkpoint, a folder or repository, has one that ``by_name`` opens."""

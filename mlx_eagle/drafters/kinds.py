@@ -5,7 +5,8 @@ A new kind is a file beside this one and a row here; docs/pages/add-a-drafter.md
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,9 @@ from .config import Eagle3Config
 from .folder import kind_in, read_config
 from .kind import Kind, LoadOptions
 from .lookup import LookupDrafter
-from .output_rows import STORED, DraftVocab, with_draft_vocab
+from .output_rows import STORED, DraftVocab
 from .pairs import drafters_for
+from .target_parts import holder_of, read_target_config
 
 KINDS: dict[str, Kind] = {
     "mtp": Kind(
@@ -39,7 +41,6 @@ KINDS: dict[str, Kind] = {
         loads_published=True,
         made_for=mtp.made_for,
         by_name=mtp.by_name,
-        comes_with=mtp.comes_with,
     ),
     "dspark": dspark.KIND,
     "dflash2": dflash2.KIND,
@@ -52,12 +53,7 @@ KINDS: dict[str, Kind] = {
         made_for=assistant.AssistantConfig.made_for,
         readings=assistant.readings,
     ),
-    "eagle3": Kind(
-        "an EAGLE head",
-        eagle3.load,
-        eagle3.recognise,
-        made_for=Eagle3Config.made_for,
-    ),
+    "eagle3": Kind("an EAGLE head", eagle3.load, eagle3.recognise, made_for=Eagle3Config.made_for),
     "lookup": Kind(
         "prompt lookup",
         lambda *_: LookupDrafter(),  # a folder has nothing to add
@@ -116,8 +112,14 @@ def published_kind(path: Path, source: str) -> str:
 
 
 def own_kind(target: str) -> str | None:
-    """The name that opens what the checkpoint of a target has itself; None: nothing is known."""
-    return next((name for name, kind in KINDS.items() if kind.comes_with(target)), None)
+    """The name that opens what a target has itself, or what it was converted from; None: none."""
+    with suppress(OSError, ValueError):  # opening the target says why
+        config = read_target_config(target)
+        for name, kind in KINDS.items():
+            is_part = kind.parts_of(config)
+            if is_part is not None and holder_of(target, is_part) is not None:
+                return name
+    return None
 
 
 def is_converted(folder: Path) -> bool:
@@ -157,13 +159,19 @@ def load_drafter(
     belong to this target.
     """
     folder = locate(str(path_or_repo), ("*.json", "*.safetensors"))
+    options = LoadOptions(
+        quantize_bits, quantize_group_size, dtype, draft_window, draft_vocab, tokenizer
+    )
+    return load_folder(folder, model, options).with_draft_cache(draft_cache)
+
+
+def load_folder(folder: Path, model: nn.Module, options: LoadOptions) -> Drafter:
+    """The drafter of a converted folder; ValueError as from ``load_drafter``."""
     kind, config = kind_of(folder)
     check(config, {"draft_vocab": STORED}, folder / "config.json")
-    options = LoadOptions(quantize_bits, quantize_group_size, dtype)
-    drafter = kind.load(folder, config, model, options)
-    drafter = drafter.with_draft_window(draft_window).with_draft_cache(draft_cache)
-    wanted = config.get("draft_vocab") if draft_vocab is None else draft_vocab
-    return with_draft_vocab(drafter, wanted, model, tokenizer)
+    if options.draft_vocab is None:
+        options = replace(options, draft_vocab=config.get("draft_vocab"))
+    return options.limit(kind.load(folder, config, model, options), model)
 
 
 @dataclass(frozen=True)

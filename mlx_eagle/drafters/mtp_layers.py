@@ -15,9 +15,12 @@ from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.base import create_attention_mask
+from mlx_lm.models.cache import CacheList, KVCache
 
 Weights = dict[str, mx.array]
 Stored = TypeVar("Stored")
+Layer = Callable[..., nn.Module]
 Names = tuple[tuple[str, str | None], ...]
 """Patterns of published names, and what stands for what they match; None: not needed."""
 
@@ -30,6 +33,7 @@ COMPARED = (
     "layers.0.self_attn.q_norm.weight",
     "layers.0.self_attn.k_norm.weight",
 )
+EPSILONS = ("rms_norm_eps", "layer_norm_epsilon", "layernorm_epsilon")
 FAR = 4.0  # times nearer, to be another kind of norm than the others in its file
 
 
@@ -46,7 +50,8 @@ class MTPFamily:
     model_types: tuple[str, ...]
     raw: Names
     folder: Names
-    make_layers: Callable[[nn.Module, Collection[str]], list[nn.Module]]
+    make_layers: Callable[[Layer, Any, int, Collection[str]], list[nn.Module]]
+    """Layers by the class and the arguments of the target's, their index and published names."""
     trunk: str | None = None
     """Name of the layers in the target's ``sanitize``; None: experts are stacked here."""
     state_first: bool = False
@@ -88,32 +93,21 @@ def text_args(target: nn.Module) -> Any:
     return (target.language_model if "language_model" in target else target).args
 
 
-def _attending(target: nn.Module, names: Collection[str]) -> list[nn.Module]:
+def _attending(layer: Layer, args: Any, first: int, names: Collection[str]) -> list[nn.Module]:
     """A layer with full attention, of a target that has it every few layers.
 
     Raises ValueError where there are several.
     """
     if any(name.startswith("layers.1.") for name in names):
         raise ValueError(
-            f"the checkpoint has several MTP layers, and of a {type_of(target)} model one is "
-            "read, which is run again for each token: use a head made for it, or --draft-model "
-            "lookup."
+            "the checkpoint has several MTP layers, and of a "
+            f"{args.model_type.removesuffix('_text')} model one is read, which is run again for "
+            "each token: use a head made for it, or --draft-model lookup."
         )
-    args = text_args(target)
-    return [type(target.layers[0])(args, args.full_attention_interval - 1)]
+    return [layer(args, args.full_attention_interval - 1)]
 
 
-def _next(target: nn.Module, names: Collection[str]) -> list[nn.Module]:
-    """The layer that would come next."""
-    return [type(target.layers[-1])(text_args(target), len(target.layers))]
-
-
-def _like_all(target: nn.Module, names: Collection[str]) -> list[nn.Module]:
-    """A layer of a target whose layers are alike."""
-    return [type(target.layers[0])(text_args(target))]
-
-
-def _blocks(target: nn.Module, names: Collection[str]) -> list[nn.Module]:
+def _blocks(layer: Layer, args: Any, first: int, names: Collection[str]) -> list[nn.Module]:
     """Blocks of the kinds that their tensors tell."""
     kinds = {"q_proj": "*", "gate": "E", "in_proj": "M", "up_proj": "-"}
     found: dict[int, str] = {}
@@ -121,8 +115,7 @@ def _blocks(target: nn.Module, names: Collection[str]) -> list[nn.Module]:
         match = re.match(r"layers\.(\d+)\.mixer\.(\w+)", name)
         if match is not None and match[2] in kinds:
             found.setdefault(int(match[1]), kinds[match[2]])
-    block = type(target.layers[0])
-    return [block(text_args(target), found[index]) for index in sorted(found)]
+    return [layer(args, found[index]) for index in sorted(found)]
 
 
 def _num_steps(names: Collection[str]) -> int:
@@ -130,12 +123,10 @@ def _num_steps(names: Collection[str]) -> int:
     return len({name.split(".")[1] for name in names if name.startswith("steps.")}) or MOST_STEPS
 
 
-def _next_few(target: nn.Module, names: Collection[str]) -> list[nn.Module]:
+def _next_few(layer: Layer, args: Any, first: int, names: Collection[str]) -> list[nn.Module]:
     """The layers that would come next; ValueError where the config says nothing of them."""
-    layer = type(target.layers[-1])
-    first = len(target.layers)
     try:
-        return [layer(text_args(target), first + j) for j in range(_num_steps(names))]
+        return [layer(args, first + j) for j in range(_num_steps(names))]
     except IndexError as err:
         raise ValueError(
             f"the target's config.json describes its {first} layers and not the MTP layers behind "
@@ -143,10 +134,8 @@ def _next_few(target: nn.Module, names: Collection[str]) -> list[nn.Module]:
         ) from err
 
 
-def _sliding(target: nn.Module, names: Collection[str]) -> list[nn.Module]:
+def _sliding(layer: Layer, args: Any, first: int, names: Collection[str]) -> list[nn.Module]:
     """Dense layers that attend to a window."""
-    layer = type(target.layers[0])
-    args = text_args(target)
     return [layer(args, is_moe=False, is_sliding_window=True) for _ in range(_num_steps(names))]
 
 
@@ -230,7 +219,7 @@ FAMILIES = (
             (r"model\.shared_head_norm\.", "norm."),
             (r"model\.mtp_block\.", "layers.0."),
         ),
-        make_layers=_next,
+        make_layers=lambda layer, args, first, _: [layer(args, first)],
         trunk="model.layers.",
         masks_as_arrays=True,
     ),
@@ -239,7 +228,7 @@ FAMILIES = (
         ("mimo",),
         raw=_by_speculators(r"model\."),
         folder=(),
-        make_layers=_like_all,
+        make_layers=lambda layer, args, *_: [layer(args)],
         trunk="model.layers.",
         state_first=True,
     ),
@@ -248,7 +237,7 @@ FAMILIES = (
         ("qwen3",),
         raw=(),
         folder=_by_speculators(""),
-        make_layers=_like_all,
+        make_layers=lambda layer, args, *_: [layer(args)],
     ),
     MTPFamily(
         "Nemotron-H",
@@ -306,6 +295,137 @@ def family_of(target: nn.Module) -> MTPFamily:
         f"the target is a {model_type} model: MTP layers are known for {known}; use a head made "
         "for it, or --draft-model lookup."
     )
+
+
+class MTPHead(nn.Module):
+    """Layers over (embedding of a token, state of the position before it)."""
+
+    def __init__(
+        self, layers: list[nn.Module], hidden_size: int, eps: float, arrays: bool = False
+    ):
+        """``layers`` are mlx-lm's; ``arrays``: whether they take no mask by its name.
+
+        ``chooses`` says whether they attend to slots that an indexer chooses, ``state_first``
+        whether the joining matrix takes the state before the embedding, ``state_normed`` whether
+        states are those behind a norm, the target's and the head's own.
+        """
+        super().__init__()
+        self.pre_fc_norm_embedding = nn.RMSNorm(hidden_size, eps)
+        self.pre_fc_norm_hidden = nn.RMSNorm(hidden_size, eps)
+        self.fc = nn.Linear(2 * hidden_size, hidden_size, bias=False)
+        self.layers = layers
+        self.norm = nn.RMSNorm(hidden_size, eps)
+        # Of blocks with one part each, not all attend.
+        self._attends = [
+            "self_attn" in layer or getattr(layer, "block_type", None) == "*" for layer in layers
+        ]
+        self._arrays = arrays
+        self.state_first = False
+        self.state_normed = True
+        self.chooses = any(isinstance(cache, CacheList) for cache in self.make_cache())
+
+    def make_cache(self) -> list[Any]:
+        """A cache for each layer that attends; two in one where it also chooses what it sees."""
+        made: list[Any] = []
+        for layer, attends in zip(self.layers, self._attends, strict=True):
+            if attends:
+                has_indexer = "indexer" in layer.get("self_attn", {})
+                made.append(CacheList(KVCache(), KVCache()) if has_indexer else KVCache())
+        return made
+
+    def __call__(self, embeddings: mx.array, hidden: mx.array, caches: list[Any]) -> mx.array:
+        """Advance m slots of B requests: embeddings and states (B, m, h) -> states (B, m, h).
+
+        A state is the target's, or the head's own, which is fed back in its place.
+        """
+        x = self.join(embeddings, hidden)
+        first = caches[0][0] if self.chooses else caches[0]
+        mask = create_attention_mask(x, first, return_array=self._arrays)
+        left = iter(caches)
+        for layer, attends in zip(self.layers, self._attends, strict=True):
+            x = layer(x, mask=mask, cache=next(left)) if attends else layer(x)
+        hidden = self.norm(x) if self.state_normed else x
+        return hidden
+
+    def join(self, embeddings: mx.array, hidden: mx.array) -> mx.array:
+        """Input of the layers: both through a norm each, side by side, then the matrix."""
+        both = [self.pre_fc_norm_embedding(embeddings), self.pre_fc_norm_hidden(hidden)]
+        return self.fc(mx.concatenate(both[::-1] if self.state_first else both, axis=-1))
+
+
+class MTPSteps(nn.Module):
+    """Layers of which each predicts one token further than the one before.
+
+    Slot i of layer j joins the token at i + 1 with what the layer before passes on from slot
+    i - 1, so that all caches have a slot for each token; the first j of layer j stand for
+    nothing, and none but themselves sees them. Of the first layer it is the target's state.
+    """
+
+    def __init__(self, steps: list[MTPHead], windows: list[int | None], chained: bool):
+        """``windows`` are how many slots each sees, None: all.
+
+        ``chained``: whether a layer passes on what it made; otherwise all are given the target's
+        states. ``state_normed``: whether the target's, and what is passed on, are behind a norm.
+        """
+        super().__init__()
+        self.steps = steps
+        self.chained = chained
+        self.state_normed = False
+        self._windows = windows
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        return [layer for step in self.steps for layer in step.layers]
+
+    @property
+    def norm(self) -> Any:
+        """The first layer's."""
+        return self.steps[0].norm
+
+    chooses = True  # so no trees: which layer a slot is for depends on its depth
+
+    def make_cache(self) -> list[Any]:
+        return [KVCache() for _ in self.steps]
+
+    def advance(
+        self, index: int, embeddings: mx.array, hidden: mx.array, cache: KVCache
+    ) -> tuple[mx.array, mx.array]:
+        """Advance m slots of a layer: embeddings and hidden states (m, h).
+
+        Returns what was made and what is passed on, (m, h) each.
+        """
+        step: MTPHead = self.steps[index]
+        start = cache.offset
+        num = len(hidden)
+        rows = mx.arange(start, start + num)[:, None]
+        slots = mx.arange(start + num)[None]
+        mask = (slots <= rows) & ((slots >= index) | (slots == rows))
+        window = self._windows[index]
+        if window is not None:
+            mask = mask & (slots > rows - window)
+        x = step.join(embeddings, hidden)[None]
+        made: mx.array = step.layers[0](x, mask=mask, cache=cache)[0]
+        if not self.chained:
+            return made, hidden
+        return made, step.norm(made) if self.state_normed else made
+
+
+def make_mtp_head(target: nn.Module, names: Collection[str] = ()) -> MTPHead | MTPSteps:
+    """Layers that fit ``target``, with fresh weights; ``names`` are those of published ones.
+
+    Raises ValueError where the target is not of a family whose layers are known.
+    """
+    family = family_of(target)
+    args = text_args(target)
+    eps = next(getattr(args, name) for name in EPSILONS if getattr(args, name, None))
+    layers = family.make_layers(type(target.layers[-1]), args, len(target.layers), names)
+    if not family.is_stepped:
+        return MTPHead(layers, args.hidden_size, eps, family.masks_as_arrays)
+    steps = [MTPHead([layer], args.hidden_size, eps) for layer in layers]
+    for index, step in enumerate(steps):
+        if any(name.startswith(f"steps.{index}.lm_head.") for name in names):
+            step.lm_head = nn.Linear(args.hidden_size, args.vocab_size, bias=False)
+    return MTPSteps(steps, [window_of(layer, args) for layer in layers], family.is_chained)
 
 
 def each_step(weights: Weights, change: Callable[[Weights], Weights]) -> Weights:

@@ -108,14 +108,13 @@ def read_draft_vocab(value: DraftVocab) -> int | np.ndarray | None:
     if not isinstance(value, str | Path):
         return np.unique(np.array(value, np.int64))
     try:
-        words = re.split(r"[\s,\[\]]+", Path(value).expanduser().read_text(encoding="utf-8"))
+        found = re.findall(r"[^\s,\[\]]+", Path(value).expanduser().read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as err:
         reason = getattr(err, "strerror", None) or "it is no text"
         raise ValueError(
             f"--draft-vocab {value} cannot be read ({reason}): give a number of ids, a file of "
             f"token ids, or {FULL}."
         ) from err
-    found = [word for word in words if word]
     wrong = next((word for word in found if not re.fullmatch(r"\d{1,9}", word)), None)
     if wrong is not None or not found:
         has = f"holds {wrong[:40]!r}" if wrong is not None else "is empty"

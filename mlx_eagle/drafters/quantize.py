@@ -51,15 +51,18 @@ class Quantization:
     @property
     def words(self) -> str:
         """The bits for people: "8 bits", or "4 to 6 bits"."""
-        most = max(FINE_BITS[0].values())
-        return between(self.bits or USUAL_BITS, self.bits or most)
+        return between(self.bits or USUAL_BITS, self.bits or max(FINE_BITS[0].values()))
 
     def choose(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Packing | None]:
         """The packing of each matrix by its path; None if no group size divides its width.
 
         q, k, v and gate, up are joined when the head is loaded, so they are always packed alike.
         """
-        groups = {path: self._group(shape[-1]) for path, shape in shapes.items()}
+        sizes = [size for size in GROUP_SIZES if size <= self.group_size]
+        groups = {
+            path: max((size for size in sizes if shape[-1] % size == 0), default=None)
+            for path, shape in shapes.items()
+        }
 
         def packed(usual: int, fine: Mapping[str, int]) -> dict[str, Packing | None]:
             return {
@@ -72,11 +75,6 @@ class Quantization:
         most = MOST_BYTES * num_bytes(shapes, packed(USUAL_BITS, {}))
         mixed = [packed(USUAL_BITS, fine) for fine in FINE_BITS]
         return next((m for m in mixed if num_bytes(shapes, m) <= most), mixed[-1])
-
-    def _group(self, width: int) -> int | None:
-        """The largest group, up to ``group_size``, that divides the width; None if none does."""
-        fitting = (g for g in GROUP_SIZES if g <= self.group_size and width % g == 0)
-        return max(fitting, default=None)
 
     def notes(
         self, shapes: Mapping[str, tuple[int, ...]], chosen: Mapping[str, Packing | None]

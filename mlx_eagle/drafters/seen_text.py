@@ -62,11 +62,6 @@ class SeenText:
         """Drop everything after the first ``length`` tokens."""
         self._length = min(self._length, length)
 
-    def drop_first(self, num_tokens: int) -> None:
-        """Drop tokens from the front."""
-        self._array = self.tokens[num_tokens:].copy()
-        self._length = len(self._array)
-
     @property
     def end(self) -> np.ndarray:
         """The last tokens, at most as many as matches compare."""

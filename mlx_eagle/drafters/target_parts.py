@@ -185,10 +185,9 @@ def take_tensors(source: str, is_wanted: IsWanted) -> dict[str, mx.array]:
 
 def holder_of(source: str, is_wanted: IsWanted) -> str | None:
     """The checkpoint that ``take_tensors`` would take from; no weights are read or fetched."""
-    try:
+    with suppress(LayersMissing):
         return search(source, is_wanted)[0]
-    except LayersMissing:
-        return None
+    return None
 
 
 def search(source: str, is_wanted: IsWanted) -> tuple[str, list[str], str | None]:
@@ -367,10 +366,9 @@ def read_target_config(source: str | Path) -> dict[str, Any]:
     """
     folder = Path(source).expanduser()
     folder = folder if folder.is_dir() else fetch(str(source), (CONFIG,))
-    try:
+    with suppress(ValueError):
         return read_published(folder / CONFIG)
-    except ValueError:
-        return {}
+    return {}
 
 
 def read_tensors(files: Iterable[Path], is_wanted: IsWanted) -> dict[str, mx.array]:

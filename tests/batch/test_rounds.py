@@ -19,7 +19,7 @@ from mlx_eagle.decoding.decoder import Limits
 from mlx_eagle.decoding.generate_step import speculative_generate_step
 from mlx_eagle.decoding.rules import make_rule
 from mlx_eagle.decoding.sampling import Sampling, noise_of_rows
-from mlx_eagle.drafters.batch_drafter import HeadBatchDrafter
+from mlx_eagle.drafters.feature_drafter import HeadBatchDrafter
 from mlx_eagle.drafters.tree import DraftPlan, DraftShape
 from mlx_eagle.target_model.ragged import RaggedCaches
 from mlx_eagle.target_model.states import StateUpdates, recurrent_caches

@@ -149,9 +149,9 @@ def run(monkeypatch, capsys):
     monkeypatch.setattr(drafters, "own_kind", lambda target: None)
     monkeypatch.setattr(drafters, "made_from", lambda source: (None, False))
 
-    def open_one(name, model, options, draft_window, draft_vocab):
+    def open_one(name, model, options):
         opened.append((name, model))
-        return DemoHead(name).with_draft_window(draft_window)
+        return options.limit(DemoHead(name), model)
 
     monkeypatch.setattr(drafters, "_open", open_one)
 

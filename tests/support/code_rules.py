@@ -212,7 +212,6 @@ EAGLE = ("eagle3", "head", "head_cache", "head_weights", "config", "feature_draf
 SHARED_BY_DRAFTERS = (
     "base", "tree", "acceptance_stats", "folder", "target_parts",
     "copies", "seen_text", "kind", "quantize", "output_rows",
-    "batch_drafter",  # an EAGLE head drafts for several requests with it
 )  # fmt: skip
 RINGS = {
     "reference": 0,

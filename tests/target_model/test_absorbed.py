@@ -14,8 +14,7 @@ from helpers import PROMPT
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 from tolerances import tolerance
 
-from mlx_eagle.drafters.mtp import make_mtp_head
-from mlx_eagle.drafters.mtp_drafter import MTPDrafter
+from mlx_eagle.drafters.mtp import MTPDrafter, make_mtp_head
 from mlx_eagle.target_model.cache_view import single_caches
 from mlx_eagle.target_model.ragged import RaggedCaches
 from mlx_eagle.target_model.target import Target
