@@ -136,8 +136,8 @@ class PyTorchTrainer:
         """Learn from a batch; return its losses (T,)."""
         for group in self._optimizer.optimizer.param_groups:
             group["lr"] = rate
-        tokens = torch.from_numpy(batch.tokens[:, : batch.longest].astype(np.int64))
-        counts = torch.from_numpy(batch.counts[:, : batch.longest])
+        tokens = torch.from_numpy(batch.tokens.astype(np.int64))
+        counts = torch.from_numpy(batch.counts)
         features, logits = golden.target_states(self._target, tokens, self._taps)
         losses = self._model(
             input_ids=golden.padding(tokens, left=False),

@@ -16,16 +16,13 @@ PAD_TO = 64  # tokens: texts of a batch differ by up to this
 class TokenBatch:
     """Sequences padded to one length: ``tokens`` (B, T) int32, ``counts`` (B, T) bool.
 
+    The length is that of the longest on all ranks; ``numbers`` are those of this rank's examples.
     A slot counts if the token that it takes, the one after its own, is part of the answer:
     decoding drafts from each of these slots, the first time from the last one of the prompt.
-    ``longest`` is the length of the longest sequence of the batch on all ranks, ``size`` the
-    number of sequences on all of them; ``numbers`` are those of this rank's examples.
     """
 
     tokens: np.ndarray
     counts: np.ndarray
-    longest: int
-    size: int
     numbers: tuple[int, ...]
 
 
@@ -79,4 +76,4 @@ def make_batch(
         example = examples[number]
         tokens[row, : len(example.tokens)] = example.tokens
         counts[row, max(0, example.num_prompt - 1) : len(example.tokens) - 1] = True
-    return TokenBatch(tokens, counts, longest, len(numbers), own)
+    return TokenBatch(tokens, counts, own)

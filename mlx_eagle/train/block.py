@@ -103,9 +103,7 @@ class BlockRecipe(GivenRecipe):
         """
         return [cross_entropy(self.drafter.logits(states).astype(mx.float32), labels)]
 
-    def teach(
-        self, batch: TokenBatch, epoch: int, num_ranks: int = 1
-    ) -> tuple[mx.array, BlockTargets]:
+    def teach(self, batch: TokenBatch, epoch: int) -> tuple[mx.array, BlockTargets]:
         settings = self.settings
         drawn = anchors_of(batch, settings.anchors, settings.seed, epoch)
         return self.targets_of(batch, drawn)

@@ -30,7 +30,7 @@ class ChainTargets(NamedTuple):
     the slot k before each of them does. ``weights`` (K,): 1, or 0 for a row that only fills up.
     ``labels`` (K,): the tokens, where they are compared with. ``counts`` (num_steps,): slots that
     count in each step, averaged over all ranks. ``seen``: arrays of the target that the steps
-    attend to, in turn. ``num_slots``: divisor of a step's sum, of EAGLE heads.
+    attend to, in turn.
     """
 
     rows: mx.array
@@ -38,7 +38,6 @@ class ChainTargets(NamedTuple):
     labels: mx.array
     counts: mx.array
     seen: tuple[mx.array, ...] = ()
-    num_slots: mx.array = mx.array(1.0)
 
 
 def chain_targets(
@@ -92,9 +91,7 @@ class ChainRecipe(Recipe):
         """Return the target's features of tokens (B, T), and targets with all that steps read."""
         return self.teacher.features(tokens), targets
 
-    def teach(
-        self, batch: TokenBatch, epoch: int, num_ranks: int = 1
-    ) -> tuple[mx.array, ChainTargets]:
+    def teach(self, batch: TokenBatch, epoch: int) -> tuple[mx.array, ChainTargets]:
         """Let the places be drafted whose tokens are of the answers, from the third on."""
         shape = batch.tokens.shape
         is_answer = np.zeros(shape, bool)
@@ -114,9 +111,12 @@ class ChainRecipe(Recipe):
         labels = mx.broadcast_to(labels, logits.shape[:-1])
         return list(mixed_losses(self.terms, logits, probs, labels))
 
-    def summed(self, found: Arrays, weights: Arrays, targets: ChainTargets) -> Arrays:
-        """Return the loss of each step, of what ``compare`` found in its slots (K,)."""
-        counts = mx.maximum(targets.counts, TINY)
+    def summed(self, found: Arrays, weights: Arrays, counts: mx.array, num_slots: int) -> Arrays:
+        """Return the loss of each step, of what ``compare`` found in its slots (K,).
+
+        ``num_slots`` are all slots of the batch, ``counts`` (num_steps,) those that count.
+        """
+        counts = mx.maximum(counts, TINY)
         return [(x * own).sum() / n for x, own, n in zip(found, weights, counts, strict=True)]
 
     def losses(
@@ -132,7 +132,8 @@ class ChainRecipe(Recipe):
 
         project = partial(self.logits, head)
         found = compared(head, self.output_parts(), project, hidden, compare)
-        return mx.stack(self.summed(found, weights, targets))
+        num_slots = features.shape[0] * features.shape[1]
+        return mx.stack(self.summed(found, weights, targets.counts, num_slots))
 
     def drafts(self, tokens: np.ndarray, rows: mx.array) -> np.ndarray:
         head = self.student.head

@@ -53,15 +53,11 @@ class Eagle3Recipe(ChainRecipe):
         super().__init__(settings, student, model, given, teacher)
         self._ids = np.array(student.ids)
 
-    def teach(
-        self, batch: TokenBatch, epoch: int, num_ranks: int = 1
-    ) -> tuple[mx.array, ChainTargets]:
+    def teach(self, batch: TokenBatch, epoch: int) -> tuple[mx.array, ChainTargets]:
         features = self.teacher.read(batch)
         shape = batch.tokens.shape
         rows = self.counted(batch, features)
-        targets = chain_targets(rows, np.zeros_like(rows), shape, self.depth)
-        num_slots = batch.size * batch.longest / num_ranks
-        return features, targets._replace(num_slots=mx.array(num_slots))
+        return features, chain_targets(rows, np.zeros_like(rows), shape, self.depth)
 
     def counted(self, batch: TokenBatch, features: mx.array) -> np.ndarray:
         """Return the slots that count and whose first draft can be the target's choice, (K,)."""
@@ -91,12 +87,12 @@ class Eagle3Recipe(ChainRecipe):
         of_all = probs * self.teacher.shares(final)[:, None]
         return [*entropies, *mx.minimum(of_all, mx.softmax(logits, axis=-1)).sum(axis=-1)]
 
-    def summed(self, found: Arrays, weights: Arrays, targets: ChainTargets) -> Arrays:
+    def summed(self, found: Arrays, weights: Arrays, counts: mx.array, num_slots: int) -> Arrays:
         pairs = zip(found[: self.depth], weights, strict=True)
-        losses = [(x * own).sum() / targets.num_slots for x, own in pairs]
+        losses = [(x * own).sum() / num_slots for x, own in pairs]
         if self.settings.loss == "ce":
             return losses
-        rates = zip(losses, found[self.depth :], weights, targets.counts, strict=True)
+        rates = zip(losses, found[self.depth :], weights, counts, strict=True)
         return [acceptance_loss(*each, self.settings) for each in rates]
 
     def _stored(self, parameters: Any, dtype: mx.Dtype) -> dict[str, mx.array]:

@@ -107,9 +107,7 @@ def kept_slots(batch: TokenBatch, settings: TrainSettings, epoch: int) -> list[l
 class PEagleRecipe(eagle3.Eagle3Recipe):
     """A P-EAGLE head, whose elements are compared with the target's distributions."""
 
-    def teach(
-        self, batch: TokenBatch, epoch: int, num_ranks: int = 1
-    ) -> tuple[mx.array, ElementTargets]:
+    def teach(self, batch: TokenBatch, epoch: int) -> tuple[mx.array, ElementTargets]:
         kept = kept_slots(batch, self.settings, epoch)
         return self.targets_of(batch, kept)
 

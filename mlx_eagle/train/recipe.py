@@ -45,7 +45,7 @@ class Recipe(ABC):
         self.weights = settings.step_weights
 
     @abstractmethod
-    def teach(self, batch: TokenBatch, epoch: int, num_ranks: int = 1) -> tuple[mx.array, Any]:
+    def teach(self, batch: TokenBatch, epoch: int) -> tuple[mx.array, Any]:
         """Return features (B, T, F) and the target's other answers, with ``counts`` by term."""
 
     @abstractmethod

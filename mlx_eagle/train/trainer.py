@@ -162,7 +162,7 @@ class Trainer:
         numbers = self._order.batch(number)
         batch = make_batch(self.examples.train, numbers, *self._ranks)
         epoch = number // self._order.num_batches
-        features, targets = self.recipe.teach(batch, epoch, self._ranks[1])
+        features, targets = self.recipe.teach(batch, epoch)
         targets = targets._replace(counts=self._mean(targets.counts))
         of_all = (number // parts, max(1, settings.iters // parts))
         rate = learning_rate(*of_all, settings.learning_rate, settings.warmup)

@@ -199,7 +199,7 @@ def some_batch(seed: int = 0) -> TokenBatch:
     for row, (length, num_prompt) in enumerate(LENGTHS):
         tokens[row, :length] = dice.integers(8, VOCAB, length)
         counts[row, max(0, num_prompt - 1) : length - 1] = True
-    return TokenBatch(tokens, counts, longest, len(LENGTHS), tuple(range(len(LENGTHS))))
+    return TokenBatch(tokens, counts, tuple(range(len(LENGTHS))))
 
 
 def naive_chain_losses(

@@ -293,7 +293,7 @@ def peak_and_needs(run) -> tuple[float, dict[str, float]]:
     tokens = rng.integers(0, vocab, (num_texts, length)).astype(np.int32)
     counts = np.ones(tokens.shape, bool)
     counts[:, -1] = False
-    batch = TokenBatch(tokens, counts, length, num_texts, tuple(range(num_texts)))
+    batch = TokenBatch(tokens, counts, tuple(range(num_texts)))
 
     def learn(epoch: int) -> None:  # a batch's arrays are free when it returns, as in a run
         step(mx.array(tokens), *recipe.teach(batch, epoch), 1e-4, 1)

@@ -40,7 +40,7 @@ def batch_of(seed: int = 0) -> TokenBatch:
         tokens[row, :length] = dice.integers(8, VOCAB, length)
         counts[row, max(0, num_prompt - 1) : length - 1] = True
     counts[0, 9] = False  # as between two answers
-    return TokenBatch(tokens, counts, 26, len(TEXTS), (0, 1, 2))
+    return TokenBatch(tokens, counts, (0, 1, 2))
 
 
 def kept_of(batch: TokenBatch) -> list[list[np.ndarray]]:
@@ -192,7 +192,7 @@ def test_what_is_kept_is_behind_what_was_kept_before():
     counts[0, 3:64] = True
     counts[1, :30] = True
     counts[1, 12] = False
-    batch = TokenBatch(np.zeros(counts.shape, np.int32), counts, 70, 2, (4, 9))
+    batch = TokenBatch(np.zeros(counts.shape, np.int32), counts, (4, 9))
     settings = TrainSettings(model="", data="", output="", depths=8)
     found = kept_slots(batch, settings, 1)
     for own, counted in zip(found, counts, strict=True):
@@ -204,7 +204,7 @@ def test_what_is_kept_is_behind_what_was_kept_before():
             most = int((num - depth) * max(0.7**depth, 0.2))
             assert len(slots) == min(most, len(pool))
             before = slots
-    alone = TokenBatch(batch.tokens[1:], counts[1:], 70, 1, (9,))
+    alone = TokenBatch(batch.tokens[1:], counts[1:], (9,))
     again = kept_slots(alone, settings, 1)[0]
     assert all(map(np.array_equal, again, found[1]))
     other = kept_slots(alone, settings, 2)[0]

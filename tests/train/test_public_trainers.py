@@ -93,9 +93,8 @@ class Example:
         self.target = write_model(folder / "target", self.model, config)
         tokens = self.arrays["tokens"].astype(np.int32)
         numbers = tuple(range(len(tokens)))
-        longest = tokens.shape[1]
         counts = self.arrays["counts"].astype(bool)
-        self.batch = TokenBatch(tokens, counts, longest, len(tokens), numbers)
+        self.batch = TokenBatch(tokens, counts, numbers)
 
     def recipe(self, kind: str, **options: Any) -> Any:
         return recipe_of(self, kind, **options)
