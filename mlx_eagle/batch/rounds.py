@@ -31,7 +31,7 @@ from ..target_model.probe import batch_mask_axes
 from ..target_model.ragged import RaggedCaches
 from ..target_model.states import recurrent_caches
 from ..target_model.target import Target
-from .acceptance import BatchChoice, BatchRule, BatchVerification
+from .acceptance import BatchChoice, BatchVerification, open_rules
 from .requests import Request, SharedRound
 
 LEAST_FORCED = 3  # tokens of a grammar that a text begins with, in however large a batch
@@ -95,7 +95,6 @@ class Batch:
             controller.ride(self._target)
         if options is not None:
             self._target.attention.use(options.splits_attention, options.forces_fused)
-        self._rule = BatchRule([])
         self._roots = mx.zeros((0, 1), mx.int32)
         self._pending = PendingPairs()
         self._waiting: list[Request] = []
@@ -179,6 +178,7 @@ class Batch:
 
         If nothing is drafted, the drafter falls behind unless ``absorb`` is set.
         """
+        rules = [request.decoder.rule for request in self.requests]
         positions = [request.decoder.num_emitted for request in self.requests]
         shapes = self._shapes(plan)
         room = self._room(shapes)
@@ -199,7 +199,7 @@ class Batch:
             shape.size > 0 and size > len(first)
             for shape, size, first in zip(shapes, room, forced, strict=True)
         ]
-        choice = self._rule.open(positions, room, known)
+        choice = open_rules(rules, positions, room, known)
         drafts, lengths = self._draft(max(room), choice, known, is_asked)
         num_known = list(map(len, known))
         most = map(max, room, num_known)
@@ -368,7 +368,6 @@ class Batch:
                     self._take_in(request)
             self._waiting.clear()
         if len(left) < num_before or len(self.requests) > len(left):
-            self._rule = BatchRule([request.decoder.rule for request in self.requests])
             self.controller.resize(max(1, len(self.requests)))
         return upcoming
 
