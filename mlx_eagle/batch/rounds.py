@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
-from ..decoding.accept import AskedLogprobs, RowsInTurn, log_softmax
+from ..decoding.accept import AskedLogprobs, ProcessedRows, log_softmax
 from ..decoding.agreement import AgreedController, agreed
 from ..decoding.auto import AdaptiveController, fixed_controller
 from ..decoding.decoder import MOST_BEHIND
@@ -440,26 +440,15 @@ class Batch:
             mx.async_eval(logits)  # the device goes on with the pass while drafts are read
             ids: Any = drafts.tolist()
             ask_grammars([(decoders[b].processors, ids[b], None) for b in bound], logits.shape[-1])
-        rows = list(logits)
-        in_turn = {}
-        for b, decoder in enumerate(decoders):
-            processors = decoder.processors
-            draft = Draft(drafts[b])
-            if processors.run_at_once(draft):
-                rows[b] = processors.process(decoder.history, draft, logits[b])
-            else:
-                in_turn[b] = RowsInTurn(
-                    processors, decoder.rule, decoder.history, draft, logits[b]
-                )
+        texts = [
+            ProcessedRows(own.processors, own.rule, own.history, Draft(drafts[b]), logits[b])
+            for b, own in enumerate(decoders)
+        ]
         while True:
-            for_rule = [in_turn[b].for_rule if b in in_turn else rows[b] for b in range(len(rows))]
-            verification = choice.verify(drafts, num_drafted, mx.stack(for_rule))
-            if not in_turn:
-                return verification, mx.stack(rows)
-            kept: Any = verification.num_kept.tolist()
-            more = [turn.process_next(range(kept[b] + 1)) for b, turn in in_turn.items()]
+            for_rule = mx.stack([text.for_rule for text in texts])
+            verification = choice.verify(drafts, num_drafted, for_rule)
+            is_waited_for = any(text.left for text in texts)
+            kept: Any = verification.num_kept.tolist() if is_waited_for else ()
+            more = [text.process_next(range(k + 1)) for text, k in zip(texts, kept, strict=False)]
             if not any(more):
-                processed = [
-                    in_turn[b].logits if b in in_turn else row for b, row in enumerate(rows)
-                ]
-                return verification, mx.stack(processed)
+                return verification, mx.stack([text.logits for text in texts])

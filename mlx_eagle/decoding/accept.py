@@ -360,11 +360,12 @@ def drawn(
     return index, likeliest(mx.where(is_left, log_q, unfiltered), count)[1]
 
 
-class RowsInTurn:
-    """The rows of one text's verify pass, for logits processors that must see no rejected row.
+class ProcessedRows:
+    """The rows of one text's verify pass, behind its logits processors.
 
-    Row 0 is processed at once, every other row when the rule has accepted the path to it. If the
-    caller has a sampler, the row's token is drawn with it at once, as it must not be drawn twice.
+    Where these must see no rejected row, row 0 is processed at once, every other row when the rule
+    has accepted the path to it. If the caller has a sampler, the row's token is then drawn with it
+    at once, as it must not be drawn twice.
     """
 
     def __init__(
@@ -378,11 +379,15 @@ class RowsInTurn:
         self._processors = processors
         self._history = history
         self._draft = draft
+        self._sampler: Sampler | None = None
+        self.left: set[int] = set()  # rows not processed yet
+        if processors.run_at_once(draft):
+            self._rows = self._for_rule = [processors.process(history, draft, logits)]
+            return
         self._sampler = rule.sampler if isinstance(rule, Match) else None
-        self._unprocessed = logits
+        self.left = {*range(logits.shape[0])}
         self._rows = [logits[r : r + 1] for r in range(logits.shape[0])]
         self._for_rule = list(self._rows)
-        self._processed: set[int] = set()
         self.process_next([0])
 
     @property
@@ -402,11 +407,11 @@ class RowsInTurn:
 
     def process_next(self, kept: Sequence[int]) -> bool:
         """Process the first row in ``kept`` that is not processed yet; False if there is none."""
-        row = next((r for r in kept if r not in self._processed), None)
+        row = next((r for r in kept if r in self.left), None)
         if row is None:
             return False
-        self._processed.add(row)
-        made = self._processors.process_row(self._history, self._draft, self._unprocessed, row)
+        self.left.remove(row)
+        made = self._processors.process_row(self._history, self._draft, self._rows[row], row)
         self._rows[row] = self._for_rule[row] = made
         if self._sampler is not None:
             token = self._sampler(log_softmax(made))

@@ -22,7 +22,7 @@ from ..target_model.kernels import KernelOptions
 from ..target_model.rollback import CacheQuantization, Checkpoint
 from ..target_model.row_by_row import checkpoint_of_rows, run_rows
 from ..target_model.target import Target
-from .accept import Choice, Match, Outcome, RowsInTurn, Rule, Verification
+from .accept import Choice, Match, Outcome, ProcessedRows, Rule, Verification
 from .draft import propose
 from .processors import LogitsProcessors, ask_grammars
 from .stats import Stats
@@ -425,14 +425,11 @@ class Decoder:
             mx.async_eval(logits)  # the device continues the pass while the draft is read
             drafts: Any = draft.tokens.tolist()
             ask_grammars([(self.processors, drafts, draft.known_parents())], logits.shape[-1])
-        if self.processors.run_at_once(draft):
-            logits = self.processors.process(history, draft, logits)
-            return choice.verify(draft, tree_mask, logits)
-        rows = RowsInTurn(self.processors, self.rule, history, draft, logits)
+        rows = ProcessedRows(self.processors, self.rule, history, draft, logits)
         choice = Match() if rows.are_drawn else choice
         while True:
             made = choice.verify(draft, tree_mask, rows.for_rule)
-            if not rows.process_next(made.read().kept_rows):
+            if not rows.left or not rows.process_next(made.read().kept_rows):
                 return replace(made, logits=rows.logits)
 
     def extend_drafter(self, launched: Round) -> None:
