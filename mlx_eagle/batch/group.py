@@ -147,22 +147,17 @@ class SharedRunner:
         if done is None:
             return []
         made = []
-        for b, (request, run) in enumerate(zip(done.requests, done.runs, strict=True)):
+        for b, part in enumerate(done.parts):
+            request = part.request
             if request.cancelled:
                 continue
             # The controller counts by the mean request.
-            before = len(request.tokens) - len(run)
+            before = len(request.tokens) - len(part.run)
             own = tuple(replace(event, num_tokens=before) for event in events)
+            kept = min(part.num_kept, len(part.run))
+            logprobs = done.logprobs(b)
             made.append(
-                RoundOutput(
-                    request,
-                    run,
-                    min(done.kept[b], len(run)),
-                    done.num_drafted[b],
-                    done.logprobs(b),
-                    own,
-                    is_shared=True,
-                )
+                RoundOutput(request, part.run, kept, part.num_drafted, logprobs, own, True)
             )
         return made
 
