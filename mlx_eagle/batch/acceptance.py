@@ -178,29 +178,27 @@ def open_rules(
     return BatchChoice(choices, forced)
 
 
+@dataclass
 class BatchChoice:
     """One round of a batch: the ``Picks`` for its drafter, and the verification of its drafts."""
 
-    def __init__(
-        self, choices: list[tuple[list[int], GreedyRows | RowByRow]], forced: list[list[int]]
-    ):
-        self._choices = choices  # with the indices of their requests
-        self._forced = forced
-        self._num_picked = 0
+    choices: list[tuple[list[int], GreedyRows | RowByRow]]  # with the indices of their requests
+    forced: list[list[int]]
+    num_picked: int = 0
 
     def pick(self, logits: mx.array, ids: mx.array | None) -> mx.array:
-        each = [choice.pick(self._part(logits, own), ids) for own, choice in self._choices]
+        each = [choice.pick(self._part(logits, own), ids) for own, choice in self.choices]
         picked = self._in_order(each)
-        at = self._num_picked
-        self._num_picked += 1
-        is_forced = [len(tokens) > at for tokens in self._forced]
+        at = self.num_picked
+        self.num_picked += 1
+        is_forced = [len(tokens) > at for tokens in self.forced]
         if not any(is_forced):
             return picked
-        tokens = mx.array([tokens[at] if len(tokens) > at else 0 for tokens in self._forced])
+        tokens = mx.array([tokens[at] if len(tokens) > at else 0 for tokens in self.forced])
         return mx.where(mx.array(is_forced), index_in(ids, tokens), picked)
 
     def of_request(self, index: int) -> Pick:
-        members, choice = next(each for each in self._choices if index in each[0])
+        members, choice = next(each for each in self.choices if index in each[0])
         return choice.of_request(members.index(index))
 
     def verify(
@@ -211,19 +209,19 @@ class BatchChoice:
             choice.verify(
                 self._part(drafts, own), [lengths[b] for b in own], self._part(logits, own)
             )
-            for own, choice in self._choices
+            for own, choice in self.choices
         ]
         following = self._in_order([verification.following for verification in made])
         return BatchVerification(following, self._in_order([each.num_kept for each in made]))
 
     def _part(self, array: mx.array, members: list[int]) -> mx.array:
         """The rows of a group's requests."""
-        return array if len(self._choices) == 1 else array[mx.array(members)]
+        return array if len(self.choices) == 1 else array[mx.array(members)]
 
     def _in_order(self, parts: list[mx.array]) -> mx.array:
         """The rows of all groups, in the order of the batch."""
         if len(parts) == 1:
             return parts[0]
-        side_by_side = [b for members, _ in self._choices for b in members]
+        side_by_side = [b for members, _ in self.choices for b in members]
         order = [side_by_side.index(b) for b in range(len(side_by_side))]
         return mx.concatenate(parts)[mx.array(order)]

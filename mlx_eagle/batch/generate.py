@@ -91,7 +91,7 @@ def response_of(
 
     ``plain`` are mlx-lm's figures, if its batch ran them.
     """
-    ends = [len(t.tokens) - t.limits.end(t.tokens[-1]) for t in requests]
+    ends = [len(t.tokens) - (t.tokens[-1] in t.limits.stop_tokens) for t in requests]
     ids = [request.tokens[:end] for request, end in zip(requests, ends, strict=True)]
     stats = [request.stats for request in requests]
     prompt_time = sum(counts.prompt_time for counts in stats)

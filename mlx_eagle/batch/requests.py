@@ -57,8 +57,8 @@ class Request:
     @property
     def ended(self) -> bool:
         """Whether nothing is left to generate."""
-        full = not self.limits.has_room_after(len(self.tokens))
-        return self.cancelled or full or (bool(self.tokens) and self.limits.end(self.tokens[-1]))
+        has_room = self.limits.has_room_after(len(self.tokens), *self.tokens[-1:])
+        return self.cancelled or not has_room
 
 
 class BatchOptions(TypedDict, total=False):

@@ -53,13 +53,9 @@ class Limits:
         # A verify pass emits one token more than it keeps.
         return shape.at_most(self.max_tokens - num_emitted - 1)
 
-    def has_room_after(self, num_emitted: int) -> bool:
-        """Whether another token may come after ``num_emitted``."""
-        return not 0 <= self.max_tokens <= num_emitted
-
-    def end(self, token: int) -> bool:
-        """Whether this token ends the sequence."""
-        return token in self.stop_tokens
+    def has_room_after(self, num_emitted: int, last: int | None = None) -> bool:
+        """Whether another token may come after ``num_emitted``, of which ``last`` is the last."""
+        return not 0 <= self.max_tokens <= num_emitted and last not in self.stop_tokens
 
 
 @dataclass
@@ -189,6 +185,7 @@ def stop_point(last: Round, upcoming: Round | None) -> StopPoint:
     return StopPoint.AT_ROOT if upcoming is None else StopPoint.NEXT_IN_FLIGHT
 
 
+@dataclass(eq=False, repr=False)
 class Decoder:
     """The state of one generation, and the steps of a round.
 
@@ -196,27 +193,17 @@ class Decoder:
     positions, all but the root, and the drafter has absorbed N - 1 pairs.
     """
 
-    is_exact = False  # each row of a pass is its own plain step: ``target_model/row_by_row.py``
+    target: Target
+    drafter: Drafter
+    cache: list[Any]
+    rule: Rule
+    processors: LogitsProcessors
+    quantization: CacheQuantization
+    stream: mx.Stream | mx.ThreadLocalStream
+    copies: Copies | None = None
+    is_exact: bool = False  # a row of a pass is a plain step: ``target_model/row_by_row.py``
 
-    def __init__(
-        self,
-        target: Target,
-        drafter: Drafter,
-        cache: list[Any],
-        rule: Rule,
-        processors: LogitsProcessors,
-        quantization: CacheQuantization,
-        stream: mx.Stream | mx.ThreadLocalStream,
-        copies: Copies | None = None,
-    ):
-        self.target = target
-        self.drafter = drafter
-        self.cache = cache
-        self.rule = rule
-        self.processors = processors
-        self.quantization = quantization
-        self.stream = stream
-        self.copies = copies
+    def __post_init__(self) -> None:
         self.root = mx.zeros((1,), mx.int32)
         self.root_embedding: mx.array | None = None  # (1, h), if embeddings were given
         self.history = mx.zeros((0,), mx.int32)  # for logits processors: up to the root
@@ -514,8 +501,7 @@ class Decoder:
                     features = upcoming.features
                     row = 0
                 case _:
-                    _, features = self._run(self.root)
-                    row = 0
+                    return self.stop_at_root()
             self._finalize_caches(None if features is None else features[row : row + 1])
 
     def stop_at_root(self) -> None:
