@@ -207,7 +207,7 @@ def mlx_lm_can_batch(model: nn.Module, requests: list[Request]) -> bool:
 
 
 @dataclass
-class Part:
+class RoundPart:
     """One request's part in a shared round.
 
     Rows are as in ``decoding.decoder.Round``: row 0 is the root, row i + 1 draft token i.
@@ -224,7 +224,7 @@ class Part:
     run: list[int] = field(default_factory=list)  # the tokens emitted, once read
 
     @classmethod
-    def of(cls, request: Request, plan: DraftPlan, most_forced: int) -> "Part":
+    def of(cls, request: Request, plan: DraftPlan, most_forced: int) -> "RoundPart":
         """The part in the next round, by its plan and the end of the request's text."""
         decoder = request.decoder
         at = decoder.num_emitted
@@ -246,7 +246,7 @@ class Part:
 class SharedRound:
     """A round of several requests in flight, later its result."""
 
-    parts: list[Part]
+    parts: list[RoundPart]
     shape: DraftShape  # what was asked for: a copy where all copy, else a draft
     verification: BatchVerification
     features: mx.array | None  # (B, R, F)

@@ -32,7 +32,7 @@ from ..target_model.ragged import RaggedCaches
 from ..target_model.states import recurrent_caches
 from ..target_model.target import Target
 from .acceptance import BatchChoice, BatchVerification, open_rules
-from .requests import Part, Request, SharedRound
+from .requests import Request, RoundPart, SharedRound
 
 LEAST_FORCED = 3  # tokens of a grammar that a text begins with, in however large a batch
 
@@ -169,7 +169,7 @@ class Batch:
         If nothing is drafted, the drafter falls behind unless ``absorb`` is set.
         """
         most_forced = max(LEAST_FORCED, (MOST_FORCED + 1) // len(self.requests) - 1)
-        parts = [Part.of(request, plan, most_forced) for request in self.requests]
+        parts = [RoundPart.of(request, plan, most_forced) for request in self.requests]
         room = [part.room for part in parts]
         choice = open_rules(
             [request.decoder.rule for request in self.requests],
@@ -207,7 +207,7 @@ class Batch:
         return None if most is None else AskedLogprobs.of(log_softmax(logits), following, most)
 
     def _draft(
-        self, size: int, choice: BatchChoice, parts: list[Part]
+        self, size: int, choice: BatchChoice, parts: list[RoundPart]
     ) -> tuple[mx.array, list[int]]:
         """Drafts (B, k) that begin with known tokens, and the number of valid tokens in each.
 

@@ -16,7 +16,7 @@ from .stats import DraftingEvent
 
 SIZES = range(MOST_COPIED + 1)
 SHAPES = (*map(DraftShape, SIZES), *TREES, *(PLAIN._replace(copy=size) for size in SIZES))
-"""What a controller may choose, in the order by which ranks name it."""
+"""Shapes that a controller may choose, which ranks name by their index."""
 
 
 class AgreedController:
