@@ -138,14 +138,11 @@ class Round:
             self.is_copied,
         )
 
-    @property
-    def known_run(self) -> list[int]:
-        """The tokens that the round emits, if it has been read; else []."""
-        return [] if self._outcome is None else self._outcome.run
-
-    def last_row(self, length: int) -> int:
-        """The row of the pass after which the last of ``length`` tokens comes."""
-        return length - 1 if self._outcome is None else self._outcome.kept_rows[length - 1]
+    def end_of(self, length: int) -> tuple[int, list[int]]:
+        """The row that the last of ``length`` tokens follows, and these tokens; [] if not read."""
+        if self._outcome is None:
+            return length - 1, []
+        return self._outcome.kept_rows[length - 1], self._outcome.run[:length]
 
     def keep_run(self, length: int) -> None:
         """Cut the caches, except recurrent states, to the rows that led to ``length`` tokens."""
@@ -452,7 +449,7 @@ class Decoder:
             emitted = done.verification.following[:length]
             self.root = emitted[-1:]
             self.root_embedding = None
-            self.follow(emitted, done.last_row(length), done.known_run[:length])
+            self.follow(emitted, *done.end_of(length))
             done.committed = True
             if not done.absorbed and not self.discards_features:
                 self._keep_pairs(done, length)
