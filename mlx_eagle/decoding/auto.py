@@ -11,10 +11,10 @@ greatest with a cost one standard deviation lower (or more, while trying has los
 little is lost with a cost one deviation higher. Early in a text no tree is tried that is believed
 to cost more than drafts emit. In doubt known shapes are tried, and plain steps timed, once more.
 Times of a busy machine say little, so t(s) / t(plain) is never taken to be less than 1.05, and
-plain steps are timed again whenever 12 rounds have emitted less than 1.2 tokens each. The policy
-is in ``AdaptiveController._next_shape``. A shape is chosen before the current round is read, and a
-round is recorded after the next one is launched. The requests of a batch share one estimate of
-acceptance.
+plain steps are timed again whenever 12 rounds have emitted less than 1.2 tokens each. Two tables
+at the end of this file are the policy: ``WHILE_OFF`` and ``WHILE_DRAFTING``. A shape is chosen
+before the current round is read, and a round is recorded after the next one is launched. The
+requests of a batch share one estimate of acceptance.
 
 Copies of the text (``drafters/copies.py``) are further shapes, with their own costs. The length of
 the match before a copy predicts how many of its tokens are right, and every round shows whether
@@ -238,23 +238,17 @@ class AdaptiveController:
         return _copies_or(self._copied, shape.num_levels, draft, drafted)
 
     def _next_shape(self, num_tokens: int) -> DraftShape:
-        """The policy: what the next round drafts, or PLAIN."""
+        """Do what the first matching row of the policy says."""
         self._num_tokens = num_tokens
         if self.drafting_off:
-            if self._plain_left >= 1:
-                self._plain_left -= 1
-                return PLAIN
-            self._turn_on()
-        shape, gain = self._best_draft = self._best(self._drafted)
-        if self._emits_little() or self._has_to_time_plain(shape, gain):
-            return self._time_plain()
-        if shape == PLAIN and self._shapes:  # no draft has been timed yet
-            return min(self._shapes, key=lambda shape: (shape.num_rows, shape.size))
-        if self._has_lost(gain):
-            hope = self._last_hope()
-            return self._stop(shape, gain) if hope is None else self._unless_undrawable(hope)
-        tried = self._worth_trying(shape, max(gain, 1.0), self._drafted)
-        return self._unless_undrawable(tried or shape)
+            best = PLAIN, 0.0
+            rows = WHILE_OFF
+        else:
+            best = self._best(self._drafted)
+            self._best_draft = best
+            rows = WHILE_DRAFTING
+        act = next(act for holds, act in rows if holds(self, *best))
+        return act(self, *best)
 
     def record(
         self, shape: DraftShape, kept: Sequence[int], seconds: float | None,
@@ -360,7 +354,8 @@ class AdaptiveController:
         ``expected`` are the tokens that a round of each shape emits.
         """
         timed = [s for s in expected if self._estimates[s].is_known or self._costs.has_run(s)]
-        return _greatest({s: expected[s] / self._cost(s) for s in timed})
+        gains = {s: expected[s] / self._cost(s) for s in timed}
+        return max(gains.items(), key=itemgetter(1), default=(PLAIN, 0.0))
 
     def _worth_trying(
         self, best: DraftShape, gain: float, expected: Mapping[DraftShape, float]
@@ -385,11 +380,24 @@ class AdaptiveController:
                 promises[shape] = promise
         return max(promises, key=promises.__getitem__, default=None)
 
-    def _has_lost(self, gain: float) -> bool:
-        """Whether the best drafts are too slow now, and have been for some time."""
+    # Conditions of the policy, on the best draft and its gain:
+
+    def _always(self, shape: DraftShape, gain: float) -> bool:
+        return True
+
+    def _has_waited(self, shape: DraftShape, gain: float) -> bool:
+        """Whether drafting has been off for as long as intended."""
+        return self._plain_left < 1
+
+    def _knows_no_cost(self, shape: DraftShape, gain: float) -> bool:
+        """Whether no draft has been timed yet."""
+        return shape == PLAIN and bool(self._shapes)
+
+    def _has_lost(self, shape: DraftShape, gain: float) -> bool:
+        """Whether drafts are too slow now, and have been for some time."""
         return gain < TOO_SLOW and self._lost() > TRIAL_LOSS
 
-    def _emits_little(self) -> bool:
+    def _emits_little(self, shape: DraftShape, gain: float) -> bool:
         """Whether rounds emit so little that plain steps must be timed in any case.
 
         If the pace of a machine changes with every round, the estimates may be far off.
@@ -397,6 +405,10 @@ class AdaptiveController:
         if len(self._emitted) < LITTLE_ROUNDS:
             return False
         return sum(self._emitted) < LITTLE * LITTLE_ROUNDS
+
+    def _has_hope(self, shape: DraftShape, gain: float) -> bool:
+        """Whether drafts have lost, but a shape that was never tried may gain."""
+        return self._has_lost(shape, gain) and self._last_hope() is not None
 
     def _last_hope(self) -> DraftShape | None:
         """An untried shape that gains if its cost is one deviation below the estimate."""
@@ -406,20 +418,27 @@ class AdaptiveController:
             known = self._estimates[shape]
             if not known.is_known and shape != self._latest and shape not in self._tries:
                 promises[shape] = num_tokens * plain / known.off(-1.0)
-        shape, promise = _greatest(promises)
-        return shape if promise > LAST_HOPE else None
+        shape = max(promises, key=promises.__getitem__, default=PLAIN)
+        return shape if promises.get(shape, 0.0) > LAST_HOPE else None
 
     def _has_to_time_plain(self, shape: DraftShape, gain: float) -> bool:
         """Whether to time plain steps: their cost is unknown, in doubt, or old and close."""
         age = self._num_tokens - self._plain_timed
         known = self._estimates
         doubt = math.exp(max(known[PLAIN].error, known[shape].error))
-        is_lost = self._has_lost(gain) and gain * doubt >= TOO_SLOW
+        is_lost = gain < TOO_SLOW <= gain * doubt and self._lost() > TRIAL_LOSS
         if is_lost or not known[PLAIN].is_known:
             return age > AGAIN
         return age >= LATER and gain < doubt and not self._rounds
 
-    def _turn_on(self) -> None:
+    # Actions of the policy; they return the shape to run:
+
+    def _wait(self, shape: DraftShape, gain: float) -> DraftShape:
+        """Take one of the plain steps that are left."""
+        self._plain_left -= 1
+        return PLAIN
+
+    def _turn_on(self, shape: DraftShape, gain: float) -> DraftShape:
         """Draft again: as before if plain steps were only timed, else as a probe."""
         self.drafting_off = False
         self._plain_timed = self._num_tokens
@@ -430,8 +449,9 @@ class AdaptiveController:
             self._probe_left = PROBE_ROUNDS
             self._accepted.fade(FORGET)
             self._note(PROBE, "to see whether drafts are accepted now")
+        return self._next_shape(self._num_tokens)
 
-    def _time_plain(self) -> DraftShape:
+    def _time_plain(self, shape: DraftShape, gain: float) -> DraftShape:
         """Begin a few plain steps to time them."""
         self.drafting_off = True
         self._is_timing = True
@@ -439,6 +459,12 @@ class AdaptiveController:
         self._plain_left = TIMED_PLAIN - 1
         self._plain_timed = self._num_tokens
         return PLAIN
+
+    def _draft_fewest_rows(self, shape: DraftShape, gain: float) -> DraftShape:
+        return min(self._shapes, key=lambda shape: (shape.num_rows, shape.size))
+
+    def _try_last_hope(self, shape: DraftShape, gain: float) -> DraftShape:
+        return self._unless_undrawable(self._last_hope() or shape)
 
     def _stop(self, shape: DraftShape, gain: float) -> DraftShape:
         """Turn drafting off until a probe costs little compared with the plain steps."""
@@ -449,6 +475,11 @@ class AdaptiveController:
         )
         self._give_up()
         return PLAIN
+
+    def _draft(self, shape: DraftShape, gain: float) -> DraftShape:
+        """Draft the best shape, or try another."""
+        tried = self._worth_trying(shape, max(gain, 1.0), self._drafted)
+        return self._unless_undrawable(tried or shape)
 
     def _unless_undrawable(self, shape: DraftShape) -> DraftShape:
         """``shape``, unless it is a tree and trees cannot be drafted: then choose again."""
@@ -465,11 +496,11 @@ class AdaptiveController:
         known = self._estimates
         always = [ALMOST_ALWAYS]
         chances = {s: expected_tokens(always, s) / known[s].off(-1.0) for s in self._shapes}
-        shape, chance = _greatest(chances)
+        shape = max(chances, key=chances.__getitem__, default=PLAIN)
         reason = "no draft can be verified on this device"
         if shape != PLAIN:
             is_known = known[PLAIN].is_known and any(known[s].is_known for s in self._shapes)
-            if not is_known or chance * known[PLAIN].seconds >= 1.0:
+            if not is_known or chances[shape] * known[PLAIN].seconds >= 1.0:
                 return
             reason = f"a round of {shape} drafts costs {self._cost(shape):.2f} plain steps, so it "
             reason += f"would be slower even with {ALMOST_ALWAYS:.0%} accepted"
@@ -507,3 +538,23 @@ def _copies_or(copied: CopyAcceptance, size: int, draft: DraftShape, drafted: fl
         return tuple(copy if number >= drafted else draft for number in tokens)
 
     return DraftPlan(draft, by_match(False), by_match(True))
+
+
+Holds = Callable[[AdaptiveController, DraftShape, float], bool]
+Act = Callable[[AdaptiveController, DraftShape, float], DraftShape]
+
+WHILE_OFF: tuple[tuple[Holds, Act], ...] = (
+    (AdaptiveController._has_waited, AdaptiveController._turn_on),
+    (AdaptiveController._always, AdaptiveController._wait),
+)
+"""The policy while drafting is off: the action of the first condition that holds."""
+
+WHILE_DRAFTING: tuple[tuple[Holds, Act], ...] = (
+    (AdaptiveController._emits_little, AdaptiveController._time_plain),
+    (AdaptiveController._has_to_time_plain, AdaptiveController._time_plain),
+    (AdaptiveController._knows_no_cost, AdaptiveController._draft_fewest_rows),
+    (AdaptiveController._has_hope, AdaptiveController._try_last_hope),
+    (AdaptiveController._has_lost, AdaptiveController._stop),
+    (AdaptiveController._always, AdaptiveController._draft),
+)
+"""The policy while drafting is on."""
