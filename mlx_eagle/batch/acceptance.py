@@ -6,8 +6,9 @@ sampler that is a closure or "reject", are applied request by request.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import mlx.core as mx
 
@@ -38,30 +39,24 @@ class BatchVerification:
         return BatchVerification(self.following[index], self.num_kept[index])
 
 
+@dataclass
 class GreedyRows:
     """One round of requests without a sampler, verified in the same operations.
 
     ``pick`` and ``of_request`` are as in ``drafters.base.Picks``, for the requests of this group.
     """
 
-    def __init__(
-        self,
-        rules: Sequence[Rule],
-        positions: list[int],
-        size: int,
-        forced: Sequence[Sequence[int]],
-    ):
-        self._rules = rules
-        self._positions = positions
-        self._size = size
-        self._forced = forced
+    rules: Sequence[Rule]
+    positions: list[int]
+    forced: list[list[int]]
+    size: int  # of the longest draft in the batch
 
     def pick(self, logits: mx.array, ids: mx.array | None) -> mx.array:
         return mx.argmax(logits, axis=-1)
 
     def of_request(self, index: int) -> Pick:
-        choice = self._rules[index].open(self._positions[index], self._size)
-        return ForcedPicks(choice, self._forced[index]).pick
+        choice = self.rules[index].open(self.positions[index], self.size)
+        return ForcedPicks(choice, self.forced[index]).pick
 
     def verify(
         self, drafts: mx.array, lengths: Sequence[int], logits: mx.array
@@ -80,21 +75,17 @@ class GreedyRows:
         return mx.argmax(logits, axis=-1)
 
 
+@dataclass
 class CoupledRows(GreedyRows):
     """One round of requests that sample with their positions' noise, by the same filters."""
 
-    def __init__(
-        self,
-        rules: Sequence[Coupled],
-        keys: mx.array,
-        positions: list[int],
-        size: int,
-        forced: Sequence[Sequence[int]],
-    ):
-        super().__init__(rules, positions, size, forced)
-        self._rule = rules[0]
-        starts = mx.array(positions, mx.uint32)[:, None]
-        where = starts + mx.arange(size + 1).astype(mx.uint32)
+    rules: Sequence[Coupled]
+
+    def __post_init__(self) -> None:
+        self._rule = self.rules[0]
+        keys = mx.array([rule.sampling.base_key.tolist() for rule in self.rules], mx.uint32)
+        starts = mx.array(self.positions, mx.uint32)[:, None]
+        where = starts + mx.arange(self.size + 1).astype(mx.uint32)
         self._noise = noise_of_rows(keys, where, self._rule.vocab_size)  # (n, k + 1, V)
         self._num_picked = 0
 
@@ -121,15 +112,10 @@ class RowByRow:
     """
 
     def __init__(
-        self,
-        rules: list[Rule],
-        positions: list[int],
-        room: list[int],
-        forced: Sequence[Sequence[int]],
+        self, rules: list[Rule], positions: list[int], forced: list[list[int]], room: list[int]
     ):
-        self._choices: list[Choice] = [
-            rule.open(at, size) for rule, at, size in zip(rules, positions, room, strict=True)
-        ]
+        opened = zip(rules, positions, room, strict=True)
+        self._choices: list[Choice] = [rule.open(at, size) for rule, at, size in opened]
         self._picks = [ForcedPicks(*each) for each in zip(self._choices, forced, strict=True)]
         self._room = list(room)  # left
 
@@ -159,110 +145,83 @@ class RowByRow:
         return BatchVerification(mx.stack(following), mx.stack(kept))
 
 
-@dataclass
-class RuleGroup:
-    """Requests that are verified together: their indices in the batch, and their rules."""
-
-    judged_by: object
-    members: list[int] = field(default_factory=list)
-    rules: list[Rule] = field(default_factory=list)
-    keys: mx.array | None = None  # (n, 2) of their noise
-
-    def open(
-        self, positions: Sequence[int], room: Sequence[int], forced: Sequence[Sequence[int]]
-    ) -> GreedyRows | RowByRow:
-        """One round; its first tokens have these positions in the requests of the batch."""
-        own = [positions[b] for b in self.members]
-        own_forced = [forced[b] for b in self.members]
-        if self.judged_by is RowByRow:
-            return RowByRow(self.rules, own, [room[b] for b in self.members], own_forced)
-        size = max(*room, *map(len, forced))
-        if self.judged_by is GreedyRows:
-            return GreedyRows(self.rules, own, size, own_forced)
-        rules = [rule for rule in self.rules if isinstance(rule, Coupled)]
-        if self.keys is None:
-            self.keys = mx.stack([rule.sampling.base_key for rule in rules])
-        return CoupledRows(rules, self.keys, own, size, own_forced)
-
-
-def _judged_by(rule: Rule) -> object:
-    """A key that is equal for rules that can be applied together."""
+def _judged_by(rule: Rule) -> tuple[Any, ...]:
+    """The class that applies a rule, and what must be equal where rules are applied together."""
     if isinstance(rule, Match) and rule.sampler is None:
-        return GreedyRows
+        return (GreedyRows,)
     if isinstance(rule, Coupled) and type(rule.sampling) is Sampling:
-        return (*rule.sampling.parameters, rule.drafts_greedily, rule.vocab_size)
-    return RowByRow
+        return CoupledRows, *rule.sampling.parameters, rule.drafts_greedily, rule.vocab_size
+    return (RowByRow,)
 
 
-class BatchRule:
-    """The rules of a batch, in its order."""
-
-    def __init__(self, rules: Sequence[Rule]):
-        groups: dict[object, RuleGroup] = {}
-        for b, rule in enumerate(rules):
-            judged_by = _judged_by(rule)
-            group = groups.setdefault(judged_by, RuleGroup(judged_by))
-            group.members.append(b)
-            group.rules.append(rule)
-        self._groups = list(groups.values())
-        side_by_side = [b for group in self._groups for b in group.members]
-        self._order = [side_by_side.index(b) for b in range(len(side_by_side))]
-
-    def open(
-        self, positions: Sequence[int], room: Sequence[int], forced: Sequence[Sequence[int]]
-    ) -> "BatchChoice":
-        """One round, see ``Rule.open``; request b can keep at most ``room[b]`` draft tokens.
-
-        Its first draft tokens are ``forced[b]``.
-        """
-        choices = [(each.members, each.open(positions, room, forced)) for each in self._groups]
-        return BatchChoice(choices, self._order, forced)
+def judged_together(rules: Sequence[Rule]) -> dict[tuple[Any, ...], list[int]]:
+    """The indices of ``rules`` that are applied together, by ``_judged_by``."""
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    for b, rule in enumerate(rules):
+        groups.setdefault(_judged_by(rule), []).append(b)
+    return groups
 
 
+def open_rules(
+    rules: Sequence[Rule], positions: list[int], room: list[int], forced: list[list[int]]
+) -> "BatchChoice":
+    """One round of a batch by the rules of its requests, see ``Rule.open``.
+
+    Request b can keep at most ``room[b]`` draft tokens, the first of which are ``forced[b]``.
+    """
+    size = max(*room, *map(len, forced))
+    choices = []
+    for (kind, *_), members in judged_together(rules).items():
+        own = [[values[b] for b in members] for values in (rules, positions, forced)]
+        limits = [room[b] for b in members] if kind is RowByRow else size
+        choices.append((members, kind(*own, limits)))
+    return BatchChoice(choices, forced)
+
+
+@dataclass
 class BatchChoice:
     """One round of a batch: the ``Picks`` for its drafter, and the verification of its drafts."""
 
-    def __init__(
-        self,
-        choices: list[tuple[list[int], GreedyRows | RowByRow]],
-        order: list[int],
-        forced: Sequence[Sequence[int]],
-    ):
-        self._choices = choices  # with the indices of their requests
-        self._order = order  # index of each request in the concatenation of all choices
-        self._forced = forced
-        self._num_picked = 0
+    choices: list[tuple[list[int], GreedyRows | RowByRow]]  # with the indices of their requests
+    forced: list[list[int]]
+    num_picked: int = 0
 
     def pick(self, logits: mx.array, ids: mx.array | None) -> mx.array:
-        if len(self._choices) == 1:
-            picked = self._choices[0][1].pick(logits, ids)
-        else:
-            each = [
-                choice.pick(logits[mx.array(members)], ids) for members, choice in self._choices
-            ]
-            picked = mx.concatenate(each)[mx.array(self._order)]
-        at = self._num_picked
-        self._num_picked += 1
-        is_forced = [len(tokens) > at for tokens in self._forced]
+        each = [choice.pick(self._part(logits, own), ids) for own, choice in self.choices]
+        picked = self._in_order(each)
+        at = self.num_picked
+        self.num_picked += 1
+        is_forced = [len(tokens) > at for tokens in self.forced]
         if not any(is_forced):
             return picked
-        tokens = mx.array([tokens[at] if len(tokens) > at else 0 for tokens in self._forced])
+        tokens = mx.array([tokens[at] if len(tokens) > at else 0 for tokens in self.forced])
         return mx.where(mx.array(is_forced), index_in(ids, tokens), picked)
 
     def of_request(self, index: int) -> Pick:
-        members, choice = next(each for each in self._choices if index in each[0])
+        members, choice = next(each for each in self.choices if index in each[0])
         return choice.of_request(members.index(index))
 
     def verify(
         self, drafts: mx.array, lengths: Sequence[int], logits: mx.array
     ) -> BatchVerification:
         """Verify drafts (B, k), of which ``lengths[b]`` tokens count, against (B, k + 1, V)."""
-        if len(self._choices) == 1:
-            return self._choices[0][1].verify(drafts, lengths, logits)
-        made = []
-        for members, choice in self._choices:
-            index = mx.array(members)
-            made.append(choice.verify(drafts[index], [lengths[b] for b in members], logits[index]))
-        following = mx.concatenate([verification.following for verification in made])
-        kept = mx.concatenate([verification.num_kept for verification in made])
-        return BatchVerification(following, kept).of(mx.array(self._order))
+        made = [
+            choice.verify(
+                self._part(drafts, own), [lengths[b] for b in own], self._part(logits, own)
+            )
+            for own, choice in self.choices
+        ]
+        following = self._in_order([verification.following for verification in made])
+        return BatchVerification(following, self._in_order([each.num_kept for each in made]))
+
+    def _part(self, array: mx.array, members: list[int]) -> mx.array:
+        """The rows of a group's requests."""
+        return array if len(self.choices) == 1 else array[mx.array(members)]
+
+    def _in_order(self, parts: list[mx.array]) -> mx.array:
+        """The rows of all groups, in the order of the batch."""
+        if len(parts) == 1:
+            return parts[0]
+        side_by_side = [b for members, _ in self.choices for b in members]
+        order = [side_by_side.index(b) for b in range(len(side_by_side))]
+        return mx.concatenate(parts)[mx.array(order)]

@@ -25,10 +25,8 @@ from ..decoding.auto import FixedController
 from ..decoding.decoder import Limits
 from ..decoding.generate_step import speculative_generate_step
 from ..decoding.loop import Controller
-from ..decoding.processors import is_pure
 from ..decoding.round_costs import costs_of
 from ..decoding.rules import make_rule
-from ..decoding.sampling import Sampling
 from ..decoding.setup import (
     AUTO,
     check_max_tokens,
@@ -40,7 +38,6 @@ from ..decoding.stats import Stats
 from ..drafters.base import Drafter, NullDrafter, is_drafter
 from ..drafters.copies import Tokens
 from ..drafters.tree import PLAIN
-from ..target_model.kernels import KernelOptions
 from .requests import (
     BatchOptions,
     Options,
@@ -84,14 +81,21 @@ class BatchResponse(MlxBatchResponse):
 
 
 def response_of(
-    requests: list[Request], tokenizer: TokenizerWrapper, options: Options, seconds: float
+    requests: list[Request],
+    tokenizer: TokenizerWrapper,
+    options: Options,
+    seconds: float,
+    plain: BatchStats | None = None,
 ) -> BatchResponse:
-    """The response to requests that ran for ``seconds``, stop tokens in neither texts nor ids."""
-    ends = [len(t.tokens) - t.limits.end(t.tokens[-1]) for t in requests]
+    """The response to requests that ran for ``seconds``, stop tokens in neither texts nor ids.
+
+    ``plain`` are mlx-lm's figures, if its batch ran them.
+    """
+    ends = [len(t.tokens) - (t.tokens[-1] in t.limits.stop_tokens) for t in requests]
     ids = [request.tokens[:end] for request, end in zip(requests, ends, strict=True)]
     stats = [request.stats for request in requests]
     prompt_time = sum(counts.prompt_time for counts in stats)
-    whole = BatchStats(
+    whole = plain or BatchStats(
         prompt_tokens=sum(len(request.prompt) for request in requests),
         prompt_time=prompt_time,
         generation_tokens=sum(len(request.tokens) for request in requests),
@@ -103,6 +107,10 @@ def response_of(
     if options.verbose:
         for i, counts in enumerate(stats):
             print(f"[batch_generate] Prompt {i}: " + "; ".join(counts.lines()))
+        print(
+            f"[batch_generate] Prompt: {whole.prompt_tps:.3f} tokens-per-sec, generation: "
+            f"{whole.generation_tps:.3f}; peak memory: {whole.peak_memory:.3f} GB"
+        )
     logprobs = None
     if options.return_logprobs:
         logprobs = [(t.logprobs or [])[:end] for t, end in zip(requests, ends, strict=True)]
@@ -112,56 +120,20 @@ def response_of(
         [request.cache for request in requests] if options.return_prompt_caches else None,
         ids if options.return_token_ids else None,
         logprobs,
+        plain,
     )
 
 
 def generate_plainly(
     model: nn.Module, tokenizer: TokenizerWrapper, requests: list[Request], options: Options
 ) -> BatchResponse:
-    """Generate all requests by mlx-lm's batch; the caches it returns are only the target's."""
+    """Generate all requests by mlx-lm's batch; the caches it leaves are only the target's.
+
+    Unlike mlx-lm's function it gives each request its own sampler and processors.
+    """
     names = ("prefill_step_size", "completion_batch_size", "prefill_batch_size")
     given = {name: getattr(options, name) for name in names}
     settings: dict[str, Any] = {name: size for name, size in given.items() if size is not None}
-    processors = options.logits_processors or []
-    if isinstance(options.sampler, Sampling) or not all(map(is_pure, processors)):
-        response = _each_by_itself(model, tokenizer, requests, options, settings)
-    else:
-        caches = [split_cache(request.cache, model, None)[0] for request in requests]
-        response = mlx_lm.batch_generate(
-            model,
-            tokenizer,
-            [request.prompt for request in requests],
-            caches,
-            [request.limits.max_tokens for request in requests],
-            verbose=options.verbose,
-            return_prompt_caches=options.return_prompt_caches,
-            return_token_ids=True,
-            return_logprobs=options.return_logprobs,
-            **settings,
-            sampler=options.sampler,
-            logits_processors=processors,
-        )
-    for request, ids in zip(requests, response.token_ids or (), strict=True):
-        num_steps = max(len(ids) - 1, 0)
-        request.stats.num_plain_steps = request.stats.num_emitted = num_steps
-    return BatchResponse(
-        response.texts,
-        RequestStats([request.stats for request in requests], response.stats),
-        response.caches,
-        response.token_ids if options.return_token_ids else None,
-        response.logprobs,
-        batch_stats=response.stats,
-    )
-
-
-def _each_by_itself(
-    model: nn.Module,
-    tokenizer: TokenizerWrapper,
-    requests: list[Request],
-    options: Options,
-    settings: dict[str, Any],
-) -> MlxBatchResponse:
-    """The same with samplers and processors of each, which mlx-lm's function does not take."""
     generator = BatchGenerator(
         model, stop_tokens=[[token] for token in tokenizer.eos_token_ids], **settings
     )
@@ -179,20 +151,15 @@ def _each_by_itself(
             while responses := generator.next_generated():
                 for made in responses:
                     request = requests_by_uid[made.uid]
+                    request.tokens.append(made.token)
                     if made.finish_reason is not None:
                         request.cache = made.prompt_cache
-                    if made.finish_reason != "stop":
-                        request.tokens.append(made.token)
-                        if request.logprobs is not None:
-                            request.logprobs.append(made.logprobs[made.token].item())
-    ids = [request.tokens for request in requests]
-    return MlxBatchResponse(
-        [tokenizer.decode(tokens) for tokens in ids],
-        stats,
-        [request.cache for request in requests] if options.return_prompt_caches else None,
-        ids,
-        [request.logprobs or [] for request in requests] if options.return_logprobs else None,
-    )
+                    if request.logprobs is not None:
+                        request.logprobs.append(made.logprobs[made.token].item())
+    for request in requests:
+        num_steps = len(request.tokens) - 1
+        request.stats.num_plain_steps = request.stats.num_emitted = num_steps
+    return response_of(requests, tokenizer, options, stats.wall_time, stats)
 
 
 def generate_together(
@@ -200,10 +167,16 @@ def generate_together(
     draft_model: Drafter,
     requests: list[Request],
     controller: Controller,
-    kernel_options: KernelOptions,
     options: Options,
 ) -> None:
     """All requests to their ends, round by round in shared passes."""
+    for request in requests:
+        for _ in prefill(model, draft_model, request, options):
+            pass
+        first_token(request)
+    kernel_options = None
+    if isinstance(options.num_draft_tokens, str):  # auto
+        kernel_options = costs_of(model, draft_model, requests[0].decoder.rule).options
     batch = Batch(
         model,
         draft_model,
@@ -213,9 +186,6 @@ def generate_together(
         stream=options.stream,
     )
     for request in requests:
-        for _ in prefill(model, draft_model, request, options):
-            pass
-        first_token(request)
         batch.join(request)
     while batch.round() is not None:
         pass  # what each round emitted is in the requests
@@ -290,9 +260,9 @@ def batch_generate(
     same for all requests, judged by what they accept and by the costs of such rounds (see
     ``decoding/auto.py``). If no length is faster than plain decoding, rounds are plain and
     pipelined until a probe finds otherwise, or the batch has shrunk enough. If earlier batches
-    have shown that no length can ever be faster, ``mlx_lm.batch_generate`` decodes the batch.
+    have shown that no length can ever be faster, mlx-lm's batch generator decodes the batch.
 
-    ``max_speculative_batch``: more prompts than this go to ``mlx_lm.batch_generate``, because a
+    ``max_speculative_batch``: more prompts than this go to mlx-lm's batch generator, because a
     pass over so many rows costs more than drafts save. None means 8; with "auto" 32, if the costs
     permit, but 8 if requests are decoded one after the other.
 
@@ -362,9 +332,11 @@ def _generate(
         is_drafted = False
         warnings.warn(f"{reason}: they are decoded together, without drafts.", stacklevel=3)
     controller: Controller | None = None
-    kernel_options = KernelOptions()
     if is_drafted and shares:
-        controller, kernel_options = _make_controller(model, draft_model, requests, options)
+        rule = make_rule(options.acceptance, options.sampler)
+        controller = shared_controller(
+            model, draft_model, rule, options.num_draft_tokens, len(requests), options.stream
+        )
         if controller.drafting_off and draft_model.copies is None:
             is_drafted = False
             for request in requests:
@@ -381,7 +353,7 @@ def _generate(
     if controller is None:
         generate_in_turn(model, draft_model, requests, options)
     else:
-        generate_together(model, draft_model, requests, controller, kernel_options, options)
+        generate_together(model, draft_model, requests, controller, options)
     return response_of(requests, tokenizer, options, time.perf_counter() - start)
 
 
@@ -415,22 +387,6 @@ def _requests(
         request = Request(prompt, limits, prompt_caches[i], i, known[i], logprobs=logprobs)
         requests.append(request)
     return requests
-
-
-def _make_controller(
-    model: nn.Module, draft_model: Drafter, requests: list[Request], options: Options
-) -> tuple[Controller, KernelOptions]:
-    """The controller of all requests, and how rounds are computed.
-
-    Its drafting is off where no draft could ever be faster.
-    """
-    rule = make_rule(options.acceptance, options.sampler)
-    controller = shared_controller(
-        model, draft_model, rule, options.num_draft_tokens, len(requests), options.stream
-    )
-    if not isinstance(options.num_draft_tokens, str):
-        return controller, KernelOptions()
-    return controller, costs_of(model, draft_model, rule).options or KernelOptions()
 
 
 def _say_what_is_shared(draft_model: Drafter, options: Options, reason: str | None) -> None:

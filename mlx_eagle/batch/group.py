@@ -147,26 +147,22 @@ class SharedRunner:
         if done is None:
             return []
         made = []
-        for b, (request, run) in enumerate(zip(done.requests, done.runs, strict=True)):
+        for b, part in enumerate(done.parts):
+            request = part.request
             if request.cancelled:
                 continue
             # The controller counts by the mean request.
-            before = len(request.tokens) - len(run)
+            before = len(request.tokens) - len(part.run)
             own = tuple(replace(event, num_tokens=before) for event in events)
+            kept = min(part.num_kept, len(part.run))
+            logprobs = done.logprobs(b)
             made.append(
-                RoundOutput(
-                    request,
-                    run,
-                    min(done.kept[b], len(run)),
-                    done.num_drafted[b],
-                    done.logprobs(b),
-                    own,
-                    is_shared=True,
-                )
+                RoundOutput(request, part.run, kept, part.num_drafted, logprobs, own, True)
             )
         return made
 
 
+@dataclass(eq=False)
 class Group:
     """Requests with the same draft settings: ``join``, ``leave``, and ``round`` after ``round``.
 
@@ -178,21 +174,14 @@ class Group:
     one's decoder ``discards_features``, all requests that share its rounds are decoded plainly.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        draft_model: Drafter,
-        stream: mx.Stream | mx.ThreadLocalStream,
-        num_draft_tokens: int | str,
-        tree: Tree | str | None = None,
-        drafts_together: bool = True,
-    ):
-        self._model = model
-        self._draft_model = draft_model
-        self._stream = stream
-        self._num_draft_tokens = num_draft_tokens
-        self._tree = tree
-        self._drafts_together = drafts_together
+    model: nn.Module
+    draft_model: Drafter
+    stream: mx.Stream | mx.ThreadLocalStream
+    num_draft_tokens: int | str
+    tree: Tree | str | None = None
+    drafts_together: bool = True
+
+    def __post_init__(self) -> None:
         self._runner: OwnRunner | SharedRunner | None = None
         self._num_rounds = 0
         self._running: list[Request] = []
@@ -286,33 +275,33 @@ class Group:
         decoder = request.decoder
         if decoder.discards_features and decoder.copies is None:
             return OwnRunner(request, FixedController(PLAIN, drafting_off=True))
-        controller = make_controller(decoder, self._num_draft_tokens, self._tree, request.stats)
+        controller = make_controller(decoder, self.num_draft_tokens, self.tree, request.stats)
         return OwnRunner(request, controller)
 
     def _share(self, decoders: Sequence[Decoder]) -> SharedRunner:
         """Make the runner of shared rounds for these requests, which have not joined yet."""
-        drafter = self._draft_model
+        drafter = self.draft_model
         is_plain = any(decoder.discards_features for decoder in decoders)
-        if not self._drafts_together or (is_plain and drafter.copies is None):
+        if not self.drafts_together or (is_plain and drafter.copies is None):
             controller: Controller = FixedController(PLAIN, drafting_off=True)
         else:
             controller = shared_controller(
-                self._model,
+                self.model,
                 drafter,
                 decoders[0].rule,
-                self._num_draft_tokens,
+                self.num_draft_tokens,
                 len(decoders),
-                self._stream,
+                self.stream,
                 drafts=not is_plain,
             )
         if is_plain:
             drafter = NullDrafter()
         batch = Batch(
-            self._model,
+            self.model,
             drafter,
             controller,
             options=decoders[0].options,
             keep_caches=True,
-            stream=self._stream,
+            stream=self.stream,
         )
         return SharedRunner(batch, is_plain)

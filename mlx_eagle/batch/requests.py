@@ -19,7 +19,7 @@ from ..decoding.stats import Stats
 from ..drafters.acceptance_stats import CopySeen
 from ..drafters.base import Drafter
 from ..drafters.copies import Tokens
-from ..drafters.tree import DraftShape
+from ..drafters.tree import DraftPlan, DraftShape
 from ..system.fields import check_names
 from ..target_model.masks_and_ropes import BY_LENGTH, find_ropes
 from ..target_model.probe import batch_mask_axes, cuts_states_by_text
@@ -57,8 +57,8 @@ class Request:
     @property
     def ended(self) -> bool:
         """Whether nothing is left to generate."""
-        full = not self.limits.has_room_after(len(self.tokens))
-        return self.cancelled or full or (bool(self.tokens) and self.limits.end(self.tokens[-1]))
+        has_room = self.limits.has_room_after(len(self.tokens), *self.tokens[-1:])
+        return self.cancelled or not has_room
 
 
 class BatchOptions(TypedDict, total=False):
@@ -207,26 +207,52 @@ def mlx_lm_can_batch(model: nn.Module, requests: list[Request]) -> bool:
 
 
 @dataclass
-class SharedRound:
-    """A round of several requests in flight, later its result; lists have an entry per request.
+class RoundPart:
+    """One request's part in a shared round.
 
     Rows are as in ``decoding.decoder.Round``: row 0 is the root, row i + 1 draft token i.
     """
 
-    requests: list[Request]
-    positions: list[int]  # how many tokens each had emitted before
+    request: Request
+    position: int  # how many tokens it had emitted before
+    room: int  # tokens to draft or copy that its limits let be kept
+    is_drafter_asked: bool
+    forced: list[int]  # tokens that a grammar forces, and that drafts and copies begin with
+    copied: list[int]  # its whole draft, or none
+    num_drafted: int = 0  # known ones included
+    num_kept: int = 0  # of these, once read
+    run: list[int] = field(default_factory=list)  # the tokens emitted, once read
+
+    @classmethod
+    def of(cls, request: Request, plan: DraftPlan, most_forced: int) -> "RoundPart":
+        """The part in the next round, by its plan and the end of the request's text."""
+        decoder = request.decoder
+        at = decoder.num_emitted
+        shape = decoder.choose(plan)
+        room = request.limits.at_most(shape, at).num_levels
+        most = request.limits.at_most(DraftShape(most_forced), at).size
+        forced = [] if decoder.discards_features else decoder.processors.forced(most)
+        copied = decoder.copy(min(shape.copy, room), forced)
+        room = len(copied) if shape.copy else room
+        return cls(request, at, room, shape.size > 0 and room > len(forced), forced, copied)
+
+    @property
+    def known(self) -> list[int]:
+        """The tokens that its draft begins with."""
+        return self.copied or self.forced
+
+
+@dataclass
+class SharedRound:
+    """A round of several requests in flight, later its result."""
+
+    parts: list[RoundPart]
     shape: DraftShape  # what was asked for: a copy where all copy, else a draft
-    room: list[int]  # as much of it as the limits of each let be kept
-    num_drafted: list[int]
-    is_copied: list[bool]  # and not drafted
     verification: BatchVerification
     features: mx.array | None  # (B, R, F)
-    num_forced: list[int]  # of those drafted: what a grammar forces
     asked: AskedLogprobs | None = None
     absorbed: bool = False
     committed: bool = False
-    kept: list[int] = field(default_factory=list)  # draft tokens, once read
-    runs: list[list[int]] = field(default_factory=list)  # the tokens emitted, once read
     copies_seen: list[CopySeen] = field(default_factory=list)  # once read, of those who can copy
 
     def of(self, index: list[int]) -> "SharedRound":
@@ -234,12 +260,7 @@ class SharedRound:
         chosen = mx.array(index)
         return replace(
             self,
-            requests=[self.requests[b] for b in index],
-            positions=[self.positions[b] for b in index],
-            room=[self.room[b] for b in index],
-            num_drafted=[self.num_drafted[b] for b in index],
-            num_forced=[self.num_forced[b] for b in index],
-            is_copied=[self.is_copied[b] for b in index],
+            parts=[self.parts[b] for b in index],
             verification=self.verification.of(chosen),
             features=None if self.features is None else self.features[chosen],
             asked=None if self.asked is None else self.asked.of_texts(chosen),
@@ -252,19 +273,15 @@ class SharedRound:
 
     def logprobs(self, b: int) -> list[TokenLogprobs]:
         """Log-probabilities of request b's emitted tokens, once read; [] if not asked for."""
-        num_top = self.requests[b].decoder.num_top
+        num_top = self.parts[b].request.decoder.num_top
         if self.asked is None or num_top is None:
             return []
-        return self.asked.read(len(self.runs[b]), num_top, text=b)
+        return self.asked.read(len(self.parts[b].run), num_top, text=b)
 
     def read(self) -> None:
         """Wait for the device, and cut what was emitted to the limits of each request."""
         mx.eval(self.pending)
         rows: Any = self.verification.packed.tolist()
-        self.kept = [num_kept for num_kept, *_ in rows]
-        self.runs = [
-            request.limits.cut(following[: num_kept + 1], position)
-            for request, position, (num_kept, *following) in zip(
-                self.requests, self.positions, rows, strict=True
-            )
-        ]
+        for part, (num_kept, *following) in zip(self.parts, rows, strict=True):
+            part.num_kept = num_kept
+            part.run = part.request.limits.cut(following[: num_kept + 1], part.position)

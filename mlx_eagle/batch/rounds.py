@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
-from ..decoding.accept import AskedLogprobs, RowsInTurn, log_softmax
+from ..decoding.accept import AskedLogprobs, ProcessedRows, log_softmax
 from ..decoding.agreement import AgreedController, agreed
 from ..decoding.auto import AdaptiveController, fixed_controller
 from ..decoding.decoder import MOST_BEHIND
@@ -30,8 +30,8 @@ from ..target_model.probe import batch_mask_axes
 from ..target_model.ragged import RaggedCaches
 from ..target_model.states import recurrent_caches
 from ..target_model.target import Target
-from .acceptance import BatchChoice, BatchRule, BatchVerification
-from .requests import Request, SharedRound
+from .acceptance import BatchChoice, BatchVerification, open_rules
+from .requests import Request, RoundPart, SharedRound
 
 LEAST_FORCED = 3  # tokens of a grammar that a text begins with, in however large a batch
 
@@ -94,7 +94,6 @@ class Batch:
             controller.ride(self._target)
         if options is not None:
             self._target.attention.use(options.splits_attention, options.forces_fused)
-        self._rule = BatchRule([])
         self._roots = mx.zeros((0, 1), mx.int32)
         self._pending = PendingPairs()
         self._waiting: list[Request] = []
@@ -158,69 +157,41 @@ class Batch:
 
     def choose(self, plan: DraftPlan) -> DraftShape:
         """See ``Runner.choose``: a copy if all copy, else the length that one has room for."""
-        shapes = self._shapes(plan)
+        shapes = [request.decoder.choose(plan) for request in self.requests]
         most = max(shapes, key=lambda shape: (shape.size > 0, shape.num_levels))
-        return most.at_most(max(self._room(shapes)))
-
-    def _shapes(self, plan: DraftPlan) -> list[DraftShape]:
-        """The shape in the plan for each request, given the end of its text."""
-        return [request.decoder.choose(plan) for request in self.requests]
-
-    def _room(self, shapes: Sequence[DraftShape]) -> list[int]:
-        """Number of levels in each request's shape that its limits allow."""
-        return [
-            own.limits.at_most(shape, own.decoder.num_emitted).num_levels
-            for own, shape in zip(self.requests, shapes, strict=True)
-        ]
+        limits = ((request.limits, request.decoder.num_emitted) for request in self.requests)
+        return max(own.at_most(most, num_emitted) for own, num_emitted in limits)
 
     def launch(self, plan: DraftPlan, absorb: bool = False) -> SharedRound:
         """Draft or copy for all, and start one pass that verifies all drafts, without waiting.
 
         If nothing is drafted, the drafter falls behind unless ``absorb`` is set.
         """
-        positions = [request.decoder.num_emitted for request in self.requests]
-        shapes = self._shapes(plan)
-        room = self._room(shapes)
-        forced = self._forced()
-        copied = [
-            request.decoder.copy(min(shape.copy, size), first)
-            for request, shape, size, first in zip(
-                self.requests, shapes, room, forced, strict=True
-            )
-        ]
-        known = [own or first for own, first in zip(copied, forced, strict=True)]
-        # A copy is all that its request has in the pass.
-        room = [
-            len(own) if shape.copy else size
-            for shape, size, own in zip(shapes, room, copied, strict=True)
-        ]
-        is_asked = [
-            shape.size > 0 and size > len(first)
-            for shape, size, first in zip(shapes, room, forced, strict=True)
-        ]
-        choice = self._rule.open(positions, room, known)
-        drafts, lengths = self._draft(max(room), choice, known, is_asked)
-        num_known = list(map(len, known))
-        most = map(max, room, num_known)
-        num_drafted = [min(length, own) for length, own in zip(lengths, most, strict=True)]
-        tokens = mx.concatenate([self._roots, drafts], axis=1)
-        logits, features = self._verify(tokens)
-        verification, logits = self._accept(choice, drafts, num_drafted, logits)
-        is_forced = any(first and not own for first, own in zip(forced, copied, strict=True))
-        shape = PLAIN._replace(copy=max(map(len, copied)))
-        launched = SharedRound(
-            list(self.requests),
-            positions,
-            DraftShape(max(room)) if any(is_asked) else shape,
+        most_forced = max(LEAST_FORCED, (MOST_FORCED + 1) // len(self.requests) - 1)
+        parts = [RoundPart.of(request, plan, most_forced) for request in self.requests]
+        room = [part.room for part in parts]
+        choice = open_rules(
+            [request.decoder.rule for request in self.requests],
+            [part.position for part in parts],
             room,
-            num_drafted,
-            [bool(own) for own in copied],
+            [part.known for part in parts],
+        )
+        drafts, lengths = self._draft(max(room), choice, parts)
+        for part, length in zip(parts, lengths, strict=True):
+            part.num_drafted = min(length, max(part.room, len(part.known)))
+        logits, features = self._verify(mx.concatenate([self._roots, drafts], axis=1))
+        num_drafted = [part.num_drafted for part in parts]
+        verification, logits = self._accept(choice, drafts, num_drafted, logits)
+        is_drafted = any(part.is_drafter_asked for part in parts)
+        longest_copy = PLAIN._replace(copy=max(len(part.copied) for part in parts))
+        launched = SharedRound(
+            parts,
+            DraftShape(max(room)) if is_drafted else longest_copy,
             verification,
             features,
-            list(map(len, forced)),
             self._asked_logprobs(logits, verification.following),
         )
-        if absorb or any(is_asked) or is_forced:
+        if absorb or is_drafted or any(part.forced and not part.copied for part in parts):
             rows = [length + 1 for length in lengths]
             self._flush_pairs()
             self._drafts.extend(verification.following, features, verification.num_kept, rows)
@@ -234,25 +205,17 @@ class Batch:
         most = max((num for num in wishes if num is not None), default=None)
         return None if most is None else AskedLogprobs.of(log_softmax(logits), following, most)
 
-    def _forced(self) -> list[list[int]]:
-        """Tokens that a grammar forces each request to begin with, if a pass has room."""
-        most = DraftShape(max(LEAST_FORCED, (MOST_FORCED + 1) // len(self.requests) - 1))
-        decoders = [request.decoder for request in self.requests]
-        return [
-            [] if own.discards_features else own.processors.forced(room)
-            for own, room in zip(decoders, self._room([most] * len(decoders)), strict=True)
-        ]
-
     def _draft(
-        self, size: int, choice: BatchChoice, known: list[list[int]], is_asked: list[bool]
+        self, size: int, choice: BatchChoice, parts: list[RoundPart]
     ) -> tuple[mx.array, list[int]]:
         """Drafts (B, k) that begin with known tokens, and the number of valid tokens in each.
 
         The drafter is asked if a request needs more tokens than that.
         """
-        num_known = list(map(len, known))
-        drafts = mx.zeros((len(known), 0), mx.int32)
-        lengths = [0] * len(known)
+        is_asked = [part.is_drafter_asked for part in parts]
+        num_known = [len(part.known) for part in parts]
+        drafts = mx.zeros((len(parts), 0), mx.int32)
+        lengths = [0] * len(parts)
         if any(is_asked):
             self._flush_pairs()
             self._drafts.see_target(self._caches)
@@ -260,6 +223,7 @@ class Batch:
             lengths = [length * asked for length, asked in zip(lengths, is_asked, strict=True)]
         if any(num_known):
             width = max(drafts.shape[1], *num_known)
+            known = (part.known for part in parts)
             given = mx.array([tokens + [0] * (width - len(tokens)) for tokens in known], mx.int32)
             is_known = mx.arange(width) < mx.array(num_known)[:, None]
             drafts = mx.pad(drafts, [(0, 0), (0, width - drafts.shape[1])])
@@ -285,38 +249,40 @@ class Batch:
         """
         return (
             done.shape.is_plain
-            and not any(request.decoder.processors.grammars for request in done.requests)
             and not self._waiting
             and all(
-                request.limits.has_room_after(position + 1)
-                for request, position in zip(done.requests, done.positions, strict=True)
+                part.request.limits.has_room_after(part.position + 1)
+                and not part.request.decoder.processors.grammars
+                for part in done.parts
             )
         )
 
     def can_launch_before_read(self, plan: DraftPlan) -> bool:
         """False for drafts, since a request may turn out to have ended."""
-        return all(shape.is_plain for shape in self._shapes(plan))
+        return all(request.decoder.choose(plan).is_plain for request in self.requests)
 
     def commit_plain(self, done: SharedRound) -> None:
-        self._commit(done, [1] * len(done.requests), done.verification.following[:, :1])
+        self._commit(done, [1] * len(done.parts), done.verification.following[:, :1])
 
     def finish(self, done: SharedRound) -> None:
         done.read()
         if not done.committed:
-            lengths = [len(run) for run in done.runs]
-            roots = mx.array([run[-1:] for run in done.runs], mx.int32)
+            lengths = [len(part.run) for part in done.parts]
+            roots = mx.array([part.run[-1:] for part in done.parts], mx.int32)
             self._commit(done, lengths, roots)
-        for b, (request, run) in enumerate(zip(done.requests, done.runs, strict=True)):
+        for b, part in enumerate(done.parts):
+            request = part.request
+            run = part.run
             seen = request.decoder.see(run)
             if seen is not None:
                 done.copies_seen.append(seen)
             if request.cancelled:
                 request.tokens_after_leave += run
                 continue
-            num = done.num_drafted[b]
-            num_accepted = min(done.kept[b], len(run))
+            num = part.num_drafted
+            num_accepted = min(part.num_kept, len(run))
             forwards = self._drafts.num_forwards(b)
-            request.stats.record(num, num, num_accepted, len(run), forwards, done.is_copied[b])
+            request.stats.record(num, num, num_accepted, len(run), forwards, bool(part.copied))
             request.tokens += run
             if request.logprobs is not None:
                 request.logprobs += [own for own, _ in done.logprobs(b)]
@@ -329,14 +295,14 @@ class Batch:
         size = done.shape.num_levels
         is_copy = done.shape.copy > 0
         whole = [
-            b
-            for b, room in enumerate(done.room)
-            if room == size and not done.num_forced[b] and done.is_copied[b] == is_copy
+            part
+            for part in done.parts
+            if part.room == size and not part.forced and bool(part.copied) == is_copy
         ]
         if size == 0 or not whole:
             return None
-        tried = max(1, *(done.num_drafted[b] for b in whole))
-        return done.shape.at_most(tried), [done.kept[b] for b in whole]
+        tried = max(1, *(part.num_drafted for part in whole))
+        return done.shape.at_most(tried), [part.num_kept for part in whole]
 
     def ranks_of(self, done: SharedRound) -> Sequence[int]:
         """(): a batch drafts chains only."""
@@ -367,7 +333,6 @@ class Batch:
                     self._take_in(request)
             self._waiting.clear()
         if len(left) < num_before or len(self.requests) > len(left):
-            self._rule = BatchRule([request.decoder.rule for request in self.requests])
             self.controller.resize(max(1, len(self.requests)))
         return upcoming
 
@@ -422,9 +387,9 @@ class Batch:
             if len(self._pending) >= MOST_BEHIND:
                 self._flush_pairs()
         self._roots = roots
-        for b, (request, length) in enumerate(zip(done.requests, lengths, strict=True)):
+        for b, (part, length) in enumerate(zip(done.parts, lengths, strict=True)):
             emitted = done.verification.following[b, :length]
-            request.decoder.follow(emitted, length - 1, done.runs[b] if done.runs else [])
+            part.request.decoder.follow(emitted, length - 1, part.run)
         done.committed = True
         self._num_tokens += sum(lengths) / len(lengths)
 
@@ -440,26 +405,15 @@ class Batch:
             mx.async_eval(logits)  # the device goes on with the pass while drafts are read
             ids: Any = drafts.tolist()
             ask_grammars([(decoders[b].processors, ids[b], None) for b in bound], logits.shape[-1])
-        rows = list(logits)
-        in_turn = {}
-        for b, decoder in enumerate(decoders):
-            processors = decoder.processors
-            draft = Draft(drafts[b])
-            if processors.run_at_once(draft):
-                rows[b] = processors.process(decoder.history, draft, logits[b])
-            else:
-                in_turn[b] = RowsInTurn(
-                    processors, decoder.rule, decoder.history, draft, logits[b]
-                )
+        texts = [
+            ProcessedRows(own.processors, own.rule, own.history, Draft(drafts[b]), logits[b])
+            for b, own in enumerate(decoders)
+        ]
         while True:
-            for_rule = [in_turn[b].for_rule if b in in_turn else rows[b] for b in range(len(rows))]
-            verification = choice.verify(drafts, num_drafted, mx.stack(for_rule))
-            if not in_turn:
-                return verification, mx.stack(rows)
-            kept: Any = verification.num_kept.tolist()
-            more = [turn.process_next(range(kept[b] + 1)) for b, turn in in_turn.items()]
+            for_rule = mx.stack([text.for_rule for text in texts])
+            verification = choice.verify(drafts, num_drafted, for_rule)
+            is_waited_for = any(text.left for text in texts)
+            kept: Any = verification.num_kept.tolist() if is_waited_for else ()
+            more = [text.process_next(range(k + 1)) for text, k in zip(texts, kept, strict=False)]
             if not any(more):
-                processed = [
-                    in_turn[b].logits if b in in_turn else row for b, row in enumerate(rows)
-                ]
-                return verification, mx.stack(processed)
+                return verification, mx.stack([text.logits for text in texts])

@@ -199,11 +199,7 @@ def log_softmax(logits: mx.array) -> mx.array:
 
 
 def keep_branch(
-    draft: Draft,
-    tree_mask: mx.array | None,
-    keep: mx.array,
-    following: mx.array,
-    logits: mx.array,
+    tree_mask: mx.array | None, keep: mx.array, following: mx.array, logits: mx.array
 ) -> Verification:
     """Keep the branch whose tokens all pass ``keep`` (k,); ``following`` (R,) int32 are next."""
     if tree_mask is None:  # the run at the front: [T, T, F, T] -> 2
@@ -220,7 +216,7 @@ def match(
     if len(draft) == 0:
         return Verification(following, mx.array(0, mx.int32), logits)
     after_parent = following[:-1] if draft.parents is None else following[draft.parents]
-    return keep_branch(draft, tree_mask, draft.tokens == after_parent, following, logits)
+    return keep_branch(tree_mask, draft.tokens == after_parent, following, logits)
 
 
 @dataclass(frozen=True)
@@ -360,29 +356,33 @@ def drawn(
     return index, likeliest(mx.where(is_left, log_q, unfiltered), count)[1]
 
 
-class RowsInTurn:
-    """The rows of one text's verify pass, for logits processors that must see no rejected row.
+@dataclass(eq=False)
+class ProcessedRows:
+    """The rows of one text's verify pass, behind its logits processors.
 
-    Row 0 is processed at once, every other row when the rule has accepted the path to it. If the
-    caller has a sampler, the row's token is drawn with it at once, as it must not be drawn twice.
+    Where these must see no rejected row, row 0 is processed at once, every other row when the rule
+    has accepted the path to it. If the caller has a sampler, the row's token is then drawn with it
+    at once, as it must not be drawn twice.
     """
 
-    def __init__(
-        self,
-        processors: LogitsProcessors,
-        rule: Rule,
-        history: mx.array,
-        draft: Draft,
-        logits: mx.array,
-    ):
-        self._processors = processors
-        self._history = history
-        self._draft = draft
-        self._sampler = rule.sampler if isinstance(rule, Match) else None
-        self._unprocessed = logits
-        self._rows = [logits[r : r + 1] for r in range(logits.shape[0])]
+    processors: LogitsProcessors
+    rule: Rule
+    history: mx.array  # (N,) as for ``LogitsProcessors.process``
+    draft: Draft
+    unprocessed: mx.array  # logits (R, V)
+
+    def __post_init__(self) -> None:
+        self.left: set[int] = set()  # rows not processed yet
+        self._sampler: Sampler | None = None
+        if self.processors.run_at_once(self.draft):
+            made = self.processors.process(self.history, self.draft, self.unprocessed)
+            self._rows = self._for_rule = [made]
+            return
+        self._sampler = self.rule.sampler if isinstance(self.rule, Match) else None
+        num_rows = self.unprocessed.shape[0]
+        self.left = {*range(num_rows)}
+        self._rows = [self.unprocessed[r : r + 1] for r in range(num_rows)]
         self._for_rule = list(self._rows)
-        self._processed: set[int] = set()
         self.process_next([0])
 
     @property
@@ -402,11 +402,11 @@ class RowsInTurn:
 
     def process_next(self, kept: Sequence[int]) -> bool:
         """Process the first row in ``kept`` that is not processed yet; False if there is none."""
-        row = next((r for r in kept if r not in self._processed), None)
+        row = next((r for r in kept if r in self.left), None)
         if row is None:
             return False
-        self._processed.add(row)
-        made = self._processors.process_row(self._history, self._draft, self._unprocessed, row)
+        self.left.remove(row)
+        made = self.processors.process_row(self.history, self.draft, self._rows[row], row)
         self._rows[row] = self._for_rule[row] = made
         if self._sampler is not None:
             token = self._sampler(log_softmax(made))

@@ -7,12 +7,16 @@ import mlx.nn as nn
 
 from ..drafters.acceptance_stats import CopySeen
 from ..drafters.seen_text import TextMatch
-from ..drafters.tree import LEAST_MATCHES, PLAIN, TREES, DraftPlan, DraftShape
+from ..drafters.tree import LEAST_MATCHES, MOST_COPIED, PLAIN, TREES, DraftPlan, DraftShape
 from ..system.ranks import Relay, is_first
 from ..target_model.sharding import is_sharded
 from ..target_model.target import Target
 from .auto import AdaptiveController
 from .stats import DraftingEvent
+
+SIZES = range(MOST_COPIED + 1)
+SHAPES = (*map(DraftShape, SIZES), *TREES, *(PLAIN._replace(copy=size) for size in SIZES))
+"""Shapes that a controller may choose, which ranks name by their index."""
 
 
 class AgreedController:
@@ -72,23 +76,18 @@ def agreed(
 
 
 def to_numbers(plan: DraftPlan) -> list[int]:
-    """A plan without prices as whole numbers, always as many."""
-    shapes = [plan.shape]
-    for others in (plan.by_match, plan.by_answer):
-        shapes += others or [PLAIN] * len(LEAST_MATCHES)
-    numbers = [bool(plan.by_match), bool(plan.by_answer)]
-    drafts = (s.size if s.tree is None else -1 - TREES.index(s) for s in shapes)
-    return [*numbers, *drafts, *(shape.copy for shape in shapes)]
+    """A plan without prices as indices in ``SHAPES``, -1 for none; always as many numbers."""
+    none = (None,) * len(LEAST_MATCHES)
+    shapes = (plan.shape, *(plan.by_match or none), *(plan.by_answer or none))
+    return [-1 if shape is None else SHAPES.index(shape) for shape in shapes]
 
 
 def from_numbers(numbers: Sequence[int]) -> DraftPlan:
     """The plan that ``to_numbers`` gave these for."""
-    has_matches, has_answers, *values = numbers
-    half = len(values) // 2
-    drafts = zip(values[:half], values[half:], strict=True)
-    first, *others = (
-        TREES[-1 - size] if size < 0 else DraftShape(size, copy=copy) for size, copy in drafts
+    first, *others = numbers
+    half = len(LEAST_MATCHES)
+    by_match, by_answer = (
+        tuple(SHAPES[number] for number in part if number >= 0)
+        for part in (others[:half], others[half:])
     )
-    num = len(LEAST_MATCHES)
-    by_match = tuple(others[:num]) if has_matches else ()
-    return DraftPlan(first, by_match, tuple(others[num:]) if has_answers else ())
+    return DraftPlan(SHAPES[first], by_match, by_answer)

@@ -93,15 +93,8 @@ class FixedController:
         """See ``Controller``."""
         if self.copy_size == 0:
             return DraftPlan(self.shape)
-        return DraftPlan(self.shape, self._by_match(False), self._by_match(True))
-
-    def _by_match(self, is_answer: bool) -> tuple[DraftShape, ...]:
-        promised = sum(self._drafted.along(self.shape.size))
-        copy = PLAIN._replace(copy=self.copy_size)
-        copied = (
-            sum(self._copied.along(least, self.copy_size, is_answer)) for least in LEAST_MATCHES
-        )
-        return tuple(copy if tokens >= promised else self.shape for tokens in copied)
+        promised = 1 + sum(self._drafted.along(self.shape.size))
+        return _copies_or(self._copied, self.copy_size, self.shape, promised)
 
     def record(
         self, shape: DraftShape, kept: Sequence[int], seconds: float | None,
@@ -194,7 +187,7 @@ class AdaptiveController:
         self._tried_copies = {}
         if self._num_requests > 1:
             return self._shared_plan(shape, matches)
-        gain = max(1.0, self._gain(shape))
+        gain = max(1.0, self._accepted.expected_tokens(shape) / self._cost(shape))
         own = tuple(self._or_copy(shape, gain, least) for least in LEAST_MATCHES)
         if not self._has_answers:  # the first match in an answer is only watched
             return DraftPlan(shape, own, prices=prices)
@@ -215,24 +208,14 @@ class AdaptiveController:
         self, shape: DraftShape, gain: float, match_length: int, is_answer: bool = False
     ) -> DraftShape:
         """Choose a copy after a match of that length if it gains more than the draft."""
-        sums = self._copied_tokens(match_length, is_answer)
+        sums = _copied_tokens(self._copied, match_length, is_answer)
         expected = {copy: sums[copy.copy] for copy in self._copies}
-        best, most = self._best(expected)
-        if most > gain:
-            shape = best
-            gain = most
+        shape, gain = max((shape, gain), self._best(expected), key=itemgetter(1))
         tried = self._worth_trying(shape, gain, expected)
         if tried is None:
             return shape
         self._tried_copies[tried] = gain
         return tried
-
-    def _copied_tokens(self, match_length: int, is_answer: bool) -> list[float]:
-        """Expected tokens of copies of 0, 1, 2 ... tokens after a match of that length."""
-        if match_length == 0:
-            return [1.0] * (MOST_COPIED + 1)
-        chances = self._copied.along(match_length, MOST_COPIED, is_answer)
-        return list(accumulate(chances, initial=1.0))
 
     def _shared_plan(self, shape: DraftShape, matches: Sequence[TextMatch]) -> DraftPlan:
         """Choose one length for a batch; each request drafts it, or copies if that promises more.
@@ -240,33 +223,19 @@ class AdaptiveController:
         ``matches`` are from before the current round; most of them continue.
         """
         num = self._num_requests
-        sums = [self._copied_tokens(match.length, match.is_answer) for match in matches]
+        sums = [_copied_tokens(self._copied, each.length, each.is_answer) for each in matches]
         fitting = [s for s in self._copies if s.copy <= 7 or num * s.num_rows <= MOST_SHARED_ROWS]
         expected = {}
         for candidate in fitting if shape.is_plain else [*self._shapes, *fitting]:
             drafted = self._accepted.expected_tokens(candidate) if candidate.size else 1.0
             emitted = [max(drafted, tokens[candidate.num_levels]) for tokens in sums]
             expected[candidate] = (sum(emitted) + (num - len(sums)) * drafted) / num
-        best, most = self._best(expected)
         gain = max(1.0, expected.get(shape, 1.0) / self._cost(shape))
-        if most > gain:
-            shape = best
-            gain = most
+        shape, gain = max((shape, gain), self._best(expected), key=itemgetter(1))
         shape = self._worth_trying(shape, gain, expected) or shape
-        size = shape.num_levels
         draft = PLAIN if shape.copy else shape
         drafted = 1.0 if shape.copy else self._accepted.expected_tokens(shape)
-
-        def by_match(is_answer: bool) -> tuple[DraftShape, ...]:
-            tokens = (self._copied_tokens(least, is_answer)[size] for least in LEAST_MATCHES)
-            copy = PLAIN._replace(copy=size)
-            return tuple(copy if number >= drafted else draft for number in tokens)
-
-        return DraftPlan(draft, by_match(False), by_match(True))
-
-    def _gain(self, shape: DraftShape) -> float:
-        """Gain of a draft, by the estimated cost."""
-        return self._accepted.expected_tokens(shape) / self._cost(shape)
+        return _copies_or(self._copied, shape.num_levels, draft, drafted)
 
     def _next_shape(self, num_tokens: int) -> DraftShape:
         """Do what the first matching row of the policy says."""
@@ -545,6 +514,30 @@ class AdaptiveController:
 
     def _note(self, what: str, reason: str) -> None:
         self.events.append(DraftingEvent(self._num_tokens, what, reason))
+
+
+def _greatest(values: Mapping[DraftShape, float]) -> tuple[DraftShape, float]:
+    """The shape with the greatest value, and the value; (PLAIN, 0) if there is none."""
+    return max(values.items(), key=itemgetter(1), default=(PLAIN, 0.0))
+
+
+def _copied_tokens(copied: CopyAcceptance, match_length: int, is_answer: bool) -> list[float]:
+    """Expected tokens of copies of 0, 1, 2 ... tokens after a match of that length."""
+    if match_length == 0:
+        return [1.0] * (MOST_COPIED + 1)
+    chances = copied.along(match_length, MOST_COPIED, is_answer)
+    return list(accumulate(chances, initial=1.0))
+
+
+def _copies_or(copied: CopyAcceptance, size: int, draft: DraftShape, drafted: float) -> DraftPlan:
+    """Plan ``draft``, or a copy of ``size`` tokens after matches that promise ``drafted`` ones."""
+    copy = PLAIN._replace(copy=size)
+
+    def by_match(is_answer: bool) -> tuple[DraftShape, ...]:
+        tokens = (_copied_tokens(copied, least, is_answer)[size] for least in LEAST_MATCHES)
+        return tuple(copy if number >= drafted else draft for number in tokens)
+
+    return DraftPlan(draft, by_match(False), by_match(True))
 
 
 Holds = Callable[[AdaptiveController, DraftShape, float], bool]

@@ -22,7 +22,7 @@ from ..target_model.kernels import KernelOptions
 from ..target_model.rollback import CacheQuantization, Checkpoint
 from ..target_model.row_by_row import checkpoint_of_rows, run_rows
 from ..target_model.target import Target
-from .accept import Choice, Match, Outcome, RowsInTurn, Rule, Verification
+from .accept import Choice, Match, Outcome, ProcessedRows, Rule, Verification
 from .draft import propose
 from .processors import LogitsProcessors, ask_grammars
 from .stats import Stats
@@ -53,13 +53,9 @@ class Limits:
         # A verify pass emits one token more than it keeps.
         return shape.at_most(self.max_tokens - num_emitted - 1)
 
-    def has_room_after(self, num_emitted: int) -> bool:
-        """Whether another token may come after ``num_emitted``."""
-        return not 0 <= self.max_tokens <= num_emitted
-
-    def end(self, token: int) -> bool:
-        """Whether this token ends the sequence."""
-        return token in self.stop_tokens
+    def has_room_after(self, num_emitted: int, last: int | None = None) -> bool:
+        """Whether another token may come after ``num_emitted``, of which ``last`` is the last."""
+        return not 0 <= self.max_tokens <= num_emitted and last not in self.stop_tokens
 
 
 @dataclass
@@ -142,14 +138,11 @@ class Round:
             self.is_copied,
         )
 
-    @property
-    def known_run(self) -> list[int]:
-        """The tokens that the round emits, if it has been read; else []."""
-        return [] if self._outcome is None else self._outcome.run
-
-    def last_row(self, length: int) -> int:
-        """The row of the pass after which the last of ``length`` tokens comes."""
-        return length - 1 if self._outcome is None else self._outcome.kept_rows[length - 1]
+    def end_of(self, length: int) -> tuple[int, list[int]]:
+        """The row that the last of ``length`` tokens follows, and these tokens; [] if not read."""
+        if self._outcome is None:
+            return length - 1, []
+        return self._outcome.kept_rows[length - 1], self._outcome.run[:length]
 
     def keep_run(self, length: int) -> None:
         """Cut the caches, except recurrent states, to the rows that led to ``length`` tokens."""
@@ -189,6 +182,7 @@ def stop_point(last: Round, upcoming: Round | None) -> StopPoint:
     return StopPoint.AT_ROOT if upcoming is None else StopPoint.NEXT_IN_FLIGHT
 
 
+@dataclass(eq=False, repr=False)
 class Decoder:
     """The state of one generation, and the steps of a round.
 
@@ -196,27 +190,17 @@ class Decoder:
     positions, all but the root, and the drafter has absorbed N - 1 pairs.
     """
 
-    is_exact = False  # each row of a pass is its own plain step: ``target_model/row_by_row.py``
+    target: Target
+    drafter: Drafter
+    cache: list[Any]
+    rule: Rule
+    processors: LogitsProcessors
+    quantization: CacheQuantization
+    stream: mx.Stream | mx.ThreadLocalStream
+    copies: Copies | None = None
+    is_exact: bool = False  # a row of a pass is a plain step: ``target_model/row_by_row.py``
 
-    def __init__(
-        self,
-        target: Target,
-        drafter: Drafter,
-        cache: list[Any],
-        rule: Rule,
-        processors: LogitsProcessors,
-        quantization: CacheQuantization,
-        stream: mx.Stream | mx.ThreadLocalStream,
-        copies: Copies | None = None,
-    ):
-        self.target = target
-        self.drafter = drafter
-        self.cache = cache
-        self.rule = rule
-        self.processors = processors
-        self.quantization = quantization
-        self.stream = stream
-        self.copies = copies
+    def __post_init__(self) -> None:
         self.root = mx.zeros((1,), mx.int32)
         self.root_embedding: mx.array | None = None  # (1, h), if embeddings were given
         self.history = mx.zeros((0,), mx.int32)  # for logits processors: up to the root
@@ -425,14 +409,11 @@ class Decoder:
             mx.async_eval(logits)  # the device continues the pass while the draft is read
             drafts: Any = draft.tokens.tolist()
             ask_grammars([(self.processors, drafts, draft.known_parents())], logits.shape[-1])
-        if self.processors.run_at_once(draft):
-            logits = self.processors.process(history, draft, logits)
-            return choice.verify(draft, tree_mask, logits)
-        rows = RowsInTurn(self.processors, self.rule, history, draft, logits)
+        rows = ProcessedRows(self.processors, self.rule, history, draft, logits)
         choice = Match() if rows.are_drawn else choice
         while True:
             made = choice.verify(draft, tree_mask, rows.for_rule)
-            if not rows.process_next(made.read().kept_rows):
+            if not rows.left or not rows.process_next(made.read().kept_rows):
                 return replace(made, logits=rows.logits)
 
     def extend_drafter(self, launched: Round) -> None:
@@ -468,7 +449,7 @@ class Decoder:
             emitted = done.verification.following[:length]
             self.root = emitted[-1:]
             self.root_embedding = None
-            self.follow(emitted, done.last_row(length), done.known_run[:length])
+            self.follow(emitted, *done.end_of(length))
             done.committed = True
             if not done.absorbed and not self.discards_features:
                 self._keep_pairs(done, length)
@@ -517,8 +498,7 @@ class Decoder:
                     features = upcoming.features
                     row = 0
                 case _:
-                    _, features = self._run(self.root)
-                    row = 0
+                    return self.stop_at_root()
             self._finalize_caches(None if features is None else features[row : row + 1])
 
     def stop_at_root(self) -> None:

@@ -14,6 +14,7 @@ stays busy while the controller computes and while the caller uses the tokens.
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from ..drafters.acceptance_stats import CopySeen
@@ -233,27 +234,21 @@ class Pipeline(Generic[R]):
 MOST_FORCED = 15  # tokens of a grammar: with the root, as many rows as kernels take at once
 
 
+@dataclass
 class SingleRunner:
     """A request that runs by itself: a ``Runner`` of single rounds.
 
     ``when_prefilled`` is called when the first round is read, which ends prefill.
     """
 
-    def __init__(
-        self, decoder: Decoder, limits: Limits, when_prefilled: Callable[[], None] = lambda: None
-    ):
-        self.decoder = decoder
-        self.limits = limits
-        self._when_prefilled = when_prefilled
-        self._has_ended = False
+    decoder: Decoder
+    limits: Limits
+    when_prefilled: Callable[[], None] = lambda: None
+    is_running: bool = True
 
     @property
     def num_tokens(self) -> int:
         return self.decoder.num_emitted
-
-    @property
-    def is_running(self) -> bool:
-        return not self._has_ended
 
     @property
     def matches(self) -> Sequence[TextMatch]:
@@ -285,15 +280,14 @@ class SingleRunner:
     def finish(self, done: Round) -> None:
         outcome = done.read()
         if done.position == 0:
-            self._when_prefilled()
+            self.when_prefilled()
         run = self.limits.cut(outcome.run, done.position)
         if not done.committed:
             self.decoder.commit(done, len(run))
         done.run = run
         done.copy_seen = self.decoder.see(run)
-        self._has_ended = self.limits.end(run[-1]) or not self.limits.has_room_after(
-            done.position + len(run)
-        )
+        num_emitted = done.position + len(run)
+        self.is_running = self.limits.has_room_after(num_emitted, run[-1])
 
     def acceptance_of(self, done: Round) -> tuple[DraftShape, Sequence[int]] | None:
         shape = done.tried_shape

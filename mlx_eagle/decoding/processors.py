@@ -88,8 +88,8 @@ class LogitsProcessors:
     A row that is rejected must leave no trace in a processor that keeps a state. mlx-lm's own
     keep none, nor do those with a true ``is_pure``: they run over all rows of a pass. Others do
     so where each row can go on from a ``copy()`` after the row before, or, in chains, where
-    ``rollback(n)`` takes the last n calls back. With any other, row r is processed only once row
-    r - 1 is known to be accepted (see ``RowsInTurn``): the host waits for each row that is kept.
+    ``rollback(n)`` takes the last n calls back. With any other, a row is processed only once the
+    row before is known to be accepted (``ProcessedRows``): the host waits for each row kept.
     """
 
     def __init__(self, processors: Sequence[LogitsProcessor] = ()):
@@ -144,14 +144,37 @@ class LogitsProcessors:
             if r > 0:
                 before = self._after[r - 1 if parents is None else parents[r - 1]]
             self._after.append(tuple(p.copy() if is_copied(p) else p for p in before))
-            rows.append(self._processed(self._after[r], history, draft, parents, logits, r))
+            row = logits[r : r + 1]
+            rows.append(self.process_row(history, draft, row, r, self._after[r]))
         self._num_called = len(rows)
         return mx.concatenate(rows)
 
-    def process_row(self, history: mx.array, draft: Draft, logits: mx.array, row: int) -> mx.array:
-        """Run one row (1, V), which is kept, through the processors."""
+    def process_row(
+        self,
+        history: mx.array,
+        draft: Draft,
+        logits: mx.array,
+        row: int,
+        processors: Sequence[LogitsProcessor] | None = None,
+    ) -> mx.array:
+        """Run the logits (1, V) of one row through ``processors``, by default these."""
+        path = draft.tokens[:row]
         parents = draft.known_parents()
-        return self._processed(self._processors, history, draft, parents, logits, row)
+        if parents is not None:
+            above: list[int] = []
+            at = row
+            while at > 0:
+                above.insert(0, at - 1)
+                at = parents[at - 1]
+            path = draft.tokens[mx.array(above, mx.int32)]
+        tokens = mx.concatenate([history, path.astype(history.dtype)])
+        allowed = iter(self.allowed)
+        for processor in self._processors if processors is None else processors:
+            if is_grammar(processor):
+                logits = mx.where(next(allowed)[row], logits, -mx.inf)
+            else:
+                logits = processor(tokens, logits)
+        return logits
 
     def commit(self, last_row: int, num_rows: int, run: list[int]) -> None:
         """Continue from the state after ``last_row``, the last of the ``num_rows`` kept rows.
@@ -170,35 +193,6 @@ class LogitsProcessors:
                 processor.rollback(num_calls)
         self._after = []
         self._num_called = 0
-
-    def _processed(
-        self,
-        processors: Sequence[LogitsProcessor],
-        history: mx.array,
-        draft: Draft,
-        parents: Sequence[int] | None,
-        logits: mx.array,
-        row: int,
-    ) -> mx.array:
-        """One row (1, V) of logits through the processors, with the tokens before it."""
-        if parents is None:
-            path = draft.tokens[:row]
-        else:
-            above: list[int] = []
-            at = row
-            while at > 0:
-                above.insert(0, at - 1)
-                at = parents[at - 1]
-            path = draft.tokens[mx.array(above, mx.int32)]
-        tokens = mx.concatenate([history, path.astype(history.dtype)])
-        made = logits[row : row + 1]
-        allowed = iter(self.allowed)
-        for processor in processors:
-            if is_grammar(processor):
-                made = mx.where(next(allowed)[row], made, -mx.inf)
-            else:
-                made = processor(tokens, made)
-        return made
 
 
 def is_pure(processor: LogitsProcessor) -> bool:

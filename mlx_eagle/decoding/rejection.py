@@ -95,7 +95,7 @@ class RejectChoice:
         kept, left = try_in_turn(mx.exp(log_p), q, self.levels[0].ids, children, coins)
         child = mx.take_along_axis(rows, mx.maximum(kept, 0)[:, None], axis=1)[:, 0]
         following = _or_other(draft.tokens[child - 1], kept, left, noise)
-        return keep_branch(draft, tree_mask, kept[draft.parents] == ranks, following, logits)
+        return keep_branch(tree_mask, kept[draft.parents] == ranks, following, logits)
 
     def _verify_chain(
         self, draft: Draft, log_p: mx.array, noise: mx.array, logits: mx.array
@@ -113,7 +113,7 @@ class RejectChoice:
         kept, left = try_in_turn(mx.exp(log_p), q, self.levels[0].ids, children, coins)
         tokens = mx.concatenate([draft.tokens, draft.tokens[-1:]])
         following = _or_other(tokens, kept, left, noise)
-        return keep_branch(draft, None, kept[:-1] == 0, following, logits)
+        return keep_branch(None, kept[:-1] == 0, following, logits)
 
     def _coins(self, num_depths: int, width: int) -> mx.array:
         """Uniform numbers (D, ``width``) below 1, of the round's positions."""

@@ -218,9 +218,7 @@ def open_decoder(
         sampler = partial(mx.argmax, axis=-1)
     rule = make_rule(acceptance, sampler)
     processors = LogitsProcessors(logits_processors or ())
-    decoder = Decoder(target, drafter, cache, rule, processors, quantization, stream, copies)
-    decoder.is_exact = exact
-    return decoder
+    return Decoder(target, drafter, cache, rule, processors, quantization, stream, copies, exact)
 
 
 def _check_target(

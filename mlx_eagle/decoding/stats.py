@@ -23,6 +23,11 @@ class DraftingEvent:
 
 
 IN_ORDER = ("draft_lengths", "drafting_events")  # fields that are not counted by position
+FIGURES = (
+    "num_target_forwards", "num_rejected", "mean_acceptance_length", "tau", "acceptance_rate",
+    "acceptance_by_position", "cumulative_acceptance_by_position", "generation_tps",
+)  # fmt: skip
+"""Properties of ``Stats`` that belong to what is written."""
 
 
 @dataclass
@@ -125,9 +130,7 @@ class Stats:
     def __add__(self, other: "Stats") -> "Stats":
         """Add up the counts and times of both, for rates over all."""
         total = Stats()
-        for name, value in vars(self).items():
-            if name.startswith("_"):
-                continue
+        for name, value in self._counts.items():
             theirs = getattr(other, name)
             if isinstance(value, list) and name not in IN_ORDER:
                 value = [a + b for a, b in zip_longest(value, theirs, fillvalue=0)]
@@ -135,6 +138,10 @@ class Stats:
                 value = value + theirs
             setattr(total, name, value)
         return total
+
+    @property
+    def _counts(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
     @property
     def num_target_forwards(self) -> int:
@@ -168,17 +175,12 @@ class Stats:
     @property
     def acceptance_by_position(self) -> list[float]:
         """alpha_i: share kept at position i if position i - 1 was kept and i was drafted."""
-        reached = self._reached_by_position
-        return [
-            a / r if r else 0.0 for a, r in zip(self.accepted_by_position, reached, strict=True)
-        ]
+        return _shares(self.accepted_by_position, self._reached_by_position)
 
     @property
     def cumulative_acceptance_by_position(self) -> list[float]:
         """Share kept at position i, among all rounds that drafted that far."""
-        return [
-            a / d for a, d in zip(self.accepted_by_position, self.drafted_by_position, strict=True)
-        ]
+        return _shares(self.accepted_by_position, self.drafted_by_position)
 
     @property
     def _reached_by_position(self) -> list[int]:
@@ -207,33 +209,9 @@ class Stats:
 
     def to_dict(self) -> dict[str, Any]:
         """Every count and every figure derived from them, ready for JSON."""
-        names = [
-            "num_rounds",
-            "num_plain_steps",
-            "num_target_forwards",
-            "num_reruns",
-            "num_head_forwards",
-            "num_evals",
-            "num_drafted",
-            "num_accepted",
-            "num_rejected",
-            "num_copied",
-            "num_accepted_copied",
-            "num_emitted",
-            "accepted_histogram",
-            "mean_acceptance_length",
-            "tau",
-            "acceptance_rate",
-            "acceptance_by_position",
-            "cumulative_acceptance_by_position",
-            "draft_lengths",
-            "prompt_time",
-            "generation_time",
-            "generation_tps",
-        ]
         events = [asdict(event) for event in self.drafting_events]
-        counts = {name: getattr(self, name) for name in names}
-        return counts | {"drafting_events": events}
+        figures = {name: getattr(self, name) for name in FIGURES}
+        return self._counts | figures | {"drafting_events": events}
 
     def lines(self) -> list[str]:
         """The footer, line by line."""
@@ -255,3 +233,7 @@ class Stats:
             )
         events = self.drafting_events
         return [*lines, *(f"After {e.num_tokens} tokens: {e.what}, {e.reason}" for e in events)]
+
+
+def _shares(parts: list[int], wholes: list[int]) -> list[float]:
+    return [part / whole if whole else 0.0 for part, whole in zip(parts, wholes, strict=True)]

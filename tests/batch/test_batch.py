@@ -248,6 +248,15 @@ def test_stats_are_a_list_and_have_mlx_lms_names(make, num_draft_tokens):
     assert stats[0].mean_acceptance_length >= 1
 
 
+@pytest.mark.parametrize("num_draft_tokens", [0, 2])
+def test_verbose_batches_say_counts_and_rates(num_draft_tokens, capsys):
+    """Drafted or not: a line for each prompt, and one for all."""
+    options = {"max_tokens": 3, "num_draft_tokens": num_draft_tokens, "verbose": True}
+    together(MODELS["llama"](), LookupDrafter(), [[5, 17, 3], [9]], **options)
+    first, second, whole = capsys.readouterr().out.splitlines()
+    assert "Prompt 0: " in first and "Prompt 1: " in second and "tokens-per-sec" in whole
+
+
 SMALL = [[token % 90 for token in prompt] for prompt in PROMPTS]  # of a smaller vocabulary
 
 

@@ -40,7 +40,7 @@ def test_texts_and_caches_of_those_that_come_and_go(name):
         batch.join(request)
     sizes = []
     while (done := batch.round()) is not None:
-        sizes.append(len(done.requests))
+        sizes.append(len(done.parts))
         if len(sizes) == 1:
             for request in requests[5:]:
                 batch.join(request)

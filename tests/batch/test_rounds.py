@@ -11,7 +11,7 @@ from mlx_lm.sample_utils import make_sampler
 from test_batch import MODELS, PROMPTS, VOCAB
 from tolerances import tolerance
 
-from mlx_eagle.batch.acceptance import BatchRule
+from mlx_eagle.batch.acceptance import judged_together
 from mlx_eagle.batch.requests import Options, Request, first_token, prefill, restore_caches
 from mlx_eagle.batch.rounds import Batch
 from mlx_eagle.decoding.auto import FixedController
@@ -311,8 +311,7 @@ def test_requests_of_one_kind_are_judged_together():
     greedy, closure = make_rule(None, None), make_rule("match", make_sampler(temp=1.0))
     rejecting = make_rule("reject", Sampling(seed=2))
     rules = [greedy, rule(temp=0.5), closure, greedy, rule(temp=0.7), rejecting, rule(temp=0.5)]
-    groups = [group.members for group in BatchRule(rules)._groups]
-    assert sorted(groups) == [[0, 3], [1, 6], [2, 5], [4]]
+    assert sorted(judged_together(rules).values()) == [[0, 3], [1, 6], [2, 5], [4]]
 
 
 def test_which_heads_draft_in_shared_passes():

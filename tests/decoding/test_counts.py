@@ -1,6 +1,7 @@
 """Counts that the design promises: evals, forwards, and a tap that adds its taps only."""
 
 from contextlib import nullcontext
+from dataclasses import fields
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -263,6 +264,14 @@ def test_taps_are_what_enters_the_layers(model):
 def test_a_tap_beyond_the_model_is_refused(model):
     with pytest.raises(ValueError, match=r"taps layers .* but the target has 4 layers"):
         Target(model, (2, 3, 8))
+
+
+def test_every_count_is_written():
+    stats = Stats(num_rounds=4, accepted_histogram=[1, 3], drafted_by_position=[4, 4])
+    counts = {field.name for field in fields(Stats) if not field.name.startswith("_")}
+    written = stats.to_dict()
+    assert counts <= written.keys() and written["acceptance_rate"] == stats.acceptance_rate
+    assert not [name for name in written if name.startswith("_")]
 
 
 def test_positions_that_no_round_reached_have_no_acceptance():
