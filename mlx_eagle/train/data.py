@@ -79,10 +79,6 @@ class Examples:
     valid: tuple[Example, ...]
     notes: tuple[str, ...]
 
-    @property
-    def num_tokens(self) -> int:
-        return sum(len(example.tokens) for example in self.train)
-
     def fingerprint(self) -> str:
         """Name the training sequences and their order, so that a run resumes with the same."""
         digest = hashlib.sha256()

@@ -20,7 +20,7 @@ from .chunks import Arrays
 from .data import Examples
 from .draft_vocabulary import resized, resized_vocabulary
 from .given import Given
-from .losses import acceptance_loss
+from .losses import TINIEST, TINY
 from .settings import TrainSettings
 from .student import Student, fresh_student
 from .teacher import Teacher
@@ -41,7 +41,8 @@ class Eagle3Recipe(ChainRecipe):
     """An EAGLE head, whose drafts are compared with distributions of the target.
 
     Losses are normalised as in EAGLE-3's trainers: SpecForge's Eagle3 model, its
-    ``LogSoftmaxLoss`` and its LK losses.
+    ``LogSoftmaxLoss`` and its LK losses: minus the mean log of the acceptance rate (alpha), and
+    cross-entropy mixed with one minus that rate (lambda).
     """
 
     def __init__(
@@ -88,12 +89,24 @@ class Eagle3Recipe(ChainRecipe):
         return [*entropies, *mx.minimum(of_all, mx.softmax(logits, axis=-1)).sum(axis=-1)]
 
     def summed(self, found: Arrays, weights: Arrays, counts: mx.array, num_slots: int) -> Arrays:
+        settings = self.settings
         pairs = zip(found[: self.depth], weights, strict=True)
-        losses = [(x * own).sum() / num_slots for x, own in pairs]
-        if self.settings.loss == "ce":
-            return losses
-        rates = zip(losses, found[self.depth :], weights, counts, strict=True)
-        return [acceptance_loss(*each, self.settings) for each in rates]
+        entropies = [(x * own).sum() / num_slots for x, own in pairs]
+        if settings.loss == "ce":
+            return entropies
+        losses = []
+        kept = zip(entropies, found[self.depth :], weights, counts, strict=True)
+        for entropy, accepted, own, count in kept:
+            count = mx.maximum(count, TINY)
+            logs = mx.where(accepted > 0, mx.log(mx.maximum(accepted, TINIEST)), 0.0)
+            loss = -(logs * own).sum() / count
+            if settings.loss == "lk-lambda":
+                rate = (accepted * own).sum() / count
+                decay = mx.exp(-settings.kl_decay * mx.stop_gradient(rate))
+                share = settings.kl_scale * decay
+                loss = share * entropy + (1 - share) * (1 - rate)
+            losses.append(loss)
+        return losses
 
     def _stored(self, parameters: Any, dtype: mx.Dtype) -> dict[str, mx.array]:
         """Return parameters in ``dtype``, by their names in a converted folder."""

@@ -11,7 +11,6 @@ import mlx.nn as nn
 from mlx.nn.losses import cross_entropy
 
 from .chunks import Arrays, chunk_rows, with_weights
-from .settings import TrainSettings
 
 TINY = 1e-8  # in place of a count of 0, which is divided by
 TINIEST = 1e-37  # in place of an acceptance rate of 0, whose logarithm is taken: float32 holds it
@@ -78,24 +77,3 @@ def mixed_losses(
         kept = mx.minimum(probs, mx.softmax(logits, axis=-1)).sum(axis=-1)
         total = total + rejected * (1 - kept)
     return total
-
-
-def acceptance_loss(
-    entropy: mx.array,
-    accepted: mx.array,
-    weights: mx.array,
-    count: mx.array,
-    settings: TrainSettings,
-) -> mx.array:
-    """Compute one of the LK losses of a step, ().
-
-    ``entropy`` () is the step's cross-entropy, ``accepted`` (K,) and ``weights`` (K,) the
-    acceptance rate and the weight of each slot, ``count`` () the number of slots that count.
-    """
-    count = mx.maximum(count, TINY)
-    if settings.loss == "lk-alpha":
-        logs = mx.where(accepted > 0, mx.log(mx.maximum(accepted, TINIEST)), 0.0)
-        return -(logs * weights).sum() / count
-    rate = (accepted * weights).sum() / count
-    share = settings.kl_scale * mx.exp(-settings.kl_decay * mx.stop_gradient(rate))
-    return share * entropy + (1 - share) * (1 - rate)

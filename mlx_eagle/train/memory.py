@@ -44,11 +44,6 @@ class Needs:
     def total(self) -> float:
         return sum(self.parts.values())
 
-    @property
-    def as_lora(self) -> float:
-        """The same of a run that trains small matrices, which next to nothing is kept for."""
-        return self.total - self.parts["their moments"] - self.parts["gradients"]
-
     def __str__(self) -> str:
         parts = ", ".join(f"{name} {amount(size)}" for name, size in self.parts.items())
         how = "computed again (--grad-checkpoint)" if self.is_checkpointed else "kept"
@@ -203,7 +198,10 @@ def fitting(
             if needs(size, length, True, num).total <= usable:
                 flags = flags_for(settings, size, num, length if length < longest else None)
                 raise ValueError(f"{found} That does not fit: give {flags}.")
-        if can_be_lora and needs(batch, length, True, settings.anchors).as_lora <= usable:
+        whole = needs(batch, length, True, settings.anchors)
+        # Next to nothing is kept for small matrices.
+        spared = whole.parts["their moments"] + whole.parts["gradients"]
+        if can_be_lora and whole.total - spared <= usable:
             raise ValueError(f"{found} That does not fit: give --fine-tune-type lora.")
     ways = ["a target of fewer bits"]
     if is_eagle:

@@ -16,7 +16,6 @@ from ..convert.checkpoint import DraftCheckpoint
 from ..drafters.folder import shapes_of
 from ..drafters.mtp import FLOAT32, ROUTER
 from ..drafters.mtp_layers import JOIN, family_of
-from ..drafters.target_parts import find_embedding, lm_head_of
 from .chains import ChainRecipe
 from .chunks import Arrays, run_step
 from .given import Given
@@ -63,7 +62,6 @@ class MTPRecipe(ChainRecipe, GivenRecipe):
                 "layers are not trained: begin with another drafter."
             )
         self.weights = self.weights / self.weights.sum()
-        self._project = lm_head_of(model, find_embedding(model)[0])
         if settings.train_experts:
             self._check_experts()
 
@@ -107,7 +105,7 @@ class MTPRecipe(ChainRecipe, GivenRecipe):
         return () if self.student.head.state_normed else ("norm",)
 
     def logits(self, head: Any, hidden: mx.array) -> mx.array:
-        return self._project(hidden if head.state_normed else head.norm(hidden))
+        return self.teacher.whole(hidden if head.state_normed else head.norm(hidden))
 
     def steps(
         self, head: Any, embeddings: mx.array, features: mx.array, targets: Any

@@ -104,14 +104,11 @@ class GivenRecipe(Recipe):
         }
         if added:
             return added
-        before = self._initial()
+        before = self.given.load(self.model, mx.float32).head
+        dequantize_model(before)
+        initial = dict(tree_flatten(before.parameters()))
         trained = tree_flatten(head.trainable_parameters())
-        return {name: array - before[name] for name, array in trained}
-
-    def _initial(self) -> dict[str, mx.array]:
-        head = self.given.load(self.model, mx.float32).head
-        dequantize_model(head)
-        return dict(tree_flatten(head.parameters()))
+        return {name: array - initial[name] for name, array in trained}
 
     def files(self, notes: Mapping[str, Any], is_final: bool = False) -> HeadFiles:
         """Return the given drafter's files with what was learnt; what was not is as it was."""

@@ -21,9 +21,6 @@ FREE = (
     "answer_rows", "quantize", "q_bits", "q_group_size", "report_to", "project_name",
 )  # fmt: skip
 """Settings that may change when a run resumes."""
-
-
-LAYERS: dict[str, Any] = {"type": layer_numbers, "metavar": "LAYERS"}
 POSITIVE = (math.ulp(0.0), math.inf, "more than 0")
 SHARE = (0, math.nextafter(1, 0), "a share of all steps, below 1")
 BITS = (CACHE_BITS, CACHE_BITS, f"{CACHE_BITS}, or leave it out")
@@ -112,7 +109,9 @@ class TrainSettings:
         "Tokens that a head can draft (default: of --init, or 32000, or all).", least=1
     )
     aux_layers: tuple[int, ...] | None = setting(
-        "Layers of the target whose input a fresh head takes: 2,16,29.", **LAYERS
+        "Layers of the target whose input a fresh head takes: 2,16,29.",
+        type=layer_numbers,
+        metavar="LAYERS",
     )
     intermediate_size: int | None = setting("Width of a fresh head's MLP (default: the target's).")
     steps_per_report: int = setting("Batches between two lines about the loss.", 10, least=1)
@@ -149,7 +148,7 @@ class TrainSettings:
             raise ValueError(
                 f"temperatures are {list(self.answer_temps)}: give one or more, none below 0."
             )
-        assert self.terms  # which refuses values of its own
+        _ = self.terms  # which refuses values of its own
 
     @property
     def num_steps(self) -> int:

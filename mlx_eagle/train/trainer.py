@@ -86,9 +86,10 @@ class Trainer:
         """Print what is trained on what; ``needs`` is a sentence about the memory."""
         student = self.recipe.student
         examples = self.examples
+        num_tokens = sum(len(example.tokens) for example in examples.train)
         print(
             f"Training a head of {student.num_parameters / 1e6:.2f} M parameters on "
-            f"{len(examples.train)} sequences of {examples.num_tokens} tokens; "
+            f"{len(examples.train)} sequences of {num_tokens} tokens; "
             f"{len(examples.valid)} are held out. It can draft {len(student.ids)} tokens, "
             f"{self._covered:.2%} of what the answers use."
         )

@@ -12,8 +12,11 @@ import mlx.core as mx
 from ..drafters.head import DraftLayer, Eagle3Head
 from .chunks import Arrays, chunk_rows, in_chunks, run_step
 
-OUTSIDE = ("lm_head", "input_norm", "fc_norm", "embed_tokens", "mask_hidden")
-"""Parts of a head that no step passes states through. ``fc`` is one too if it fuses features."""
+
+def outside(head: Eagle3Head) -> tuple[str, ...]:
+    """Name the parts of a head that no step passes states through."""
+    fusing = ("fc",) if head.config.fc_input == "features" else ()
+    return ("lm_head", "input_norm", "fc_norm", "embed_tokens", "mask_hidden", *fusing)
 
 
 def known_tokens(embeddings: mx.array, step: int) -> mx.array:
@@ -45,7 +48,8 @@ def unroll(
     past: list[Arrays] = []
     for step in range(num_steps):
         known = known_tokens(embeddings, step)
-        hidden, *made = _step(head, known, hidden, past, None, checkpoint)
+        forward = partial(_advance, head, slots=None)
+        hidden, *made = run_step(head, outside(head), forward, [known, hidden], past, checkpoint)
         past.append(made)
         yield hidden
 
@@ -66,7 +70,9 @@ def unroll_masked(
     """
     embed = head.embed_tokens
     known = known_tokens(embed(tokens), 0)
-    hidden, *made = _step(head, known, head.fuse(features), [], None, checkpoint)
+    forward = partial(_advance, head, slots=None)
+    given = [known, head.fuse(features)]
+    hidden, *made = run_step(head, outside(head), forward, given, [], checkpoint)
     past = [made]
     yield hidden
     slots = mx.broadcast_to(mx.arange(tokens.shape[1]), tokens.shape)
@@ -79,23 +85,10 @@ def unroll_masked(
         past = [past[0], *later]
         shape = (*rows.shape, state.shape[-1])
         given = [mx.broadcast_to(x, shape) for x in (mask, state)]
-        hidden, *made = _step(head, *given, past, slots, checkpoint)
+        forward = partial(_advance, head, slots=slots)
+        hidden, *made = run_step(head, outside(head), forward, given, past, checkpoint)
         past.append(made)
         yield hidden
-
-
-def _step(
-    head: Eagle3Head,
-    embeddings: mx.array,
-    hidden: mx.array,
-    past: list[Arrays],
-    slots: mx.array | None,
-    again: bool,
-) -> Arrays:
-    """Compute the step after ``past``; see ``_advance`` and ``run_step``."""
-    outside = (*OUTSIDE, "fc") if head.config.fc_input == "features" else OUTSIDE
-    forward = partial(_advance, head, slots=slots)
-    return run_step(head, outside, forward, [embeddings, hidden], past, again)
 
 
 def _advance(

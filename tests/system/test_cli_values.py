@@ -9,7 +9,6 @@ from mlx_eagle.convert import __main__ as convert
 from mlx_eagle.doctor import __main__ as doctor
 from mlx_eagle.server import flags as server
 from mlx_eagle.train import __main__ as train
-from mlx_eagle.train import answers
 
 PARSERS = {
     "generate": generate.build_parser,
@@ -18,7 +17,6 @@ PARSERS = {
     "convert": convert.make_parser,
     "bench": bench.build_parser,
     "train": train.make_parser,
-    "answers": answers.make_parser,
     "doctor": doctor.build_parser,
 }
 
