@@ -105,7 +105,7 @@ class ActiveRequest:
         flags = provider.cli_args
         processors = make_processors(args, provider.tokenizer, known)
         if args.constraint is not None:
-            grammar = make_grammar(args.constraint, provider.tokenizer)
+            grammar = args.grammar or make_grammar(args.constraint, provider.tokenizer)
             processors.insert(0, grammar.behind(known, len(request.tokens)))
         with mx.stream(self._stream):
             caches = prepare(caches, provider.model, drafter, known)

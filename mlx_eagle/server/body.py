@@ -20,6 +20,7 @@ from mlx_lm.server import (
 from ..decoding.rules import RULES, check_rule_for_sampling
 from ..decoding.setup import AUTO, read_tree
 from ..drafters.copies import Scope
+from ..structured import Grammar
 from ..system.fields import check_type, type_of
 from .answer_stream import as_request_errors
 from .grammars import Constraint, read_constraint
@@ -130,6 +131,7 @@ class PairArguments(GenerationArguments):
     thinking_budget: int | None = None  # tokens after which thoughts are ended
     reasoning_effort: str | None = None
     constraint: Constraint | None = None
+    grammar: Grammar | None = None  # of the constraint, made in the client's own thread
 
 
 def read_body(raw: bytes) -> dict[str, Any]:

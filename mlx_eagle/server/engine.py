@@ -286,7 +286,7 @@ class PairGenerator(ResponseGenerator):
         self.check_alive()
         if args.constraint is not None:
             with as_request_errors():
-                make_grammar(args.constraint, self.model_provider.tokenizer)
+                args.grammar = make_grammar(args.constraint, self.model_provider.tokenizer)
         self.open_answers.add(answer)
         queue = partial(self.requests.put, (answer, request, args))
         if behind is None:
@@ -360,8 +360,9 @@ class PairGenerator(ResponseGenerator):
         requests = []
         for answer, tokenized, args in islice(self._waiting(schedule.is_idle), schedule.room):
             answers.append(answer)
-            if num_ranks() > 1 and args.seed is None:  # chance must be the same for all
-                args = replace(args, seed=randbits(63))
+            if num_ranks() > 1:  # grammars cannot be sent, and chance must be the same for all
+                seed = randbits(63) if args.seed is None else args.seed
+                args = replace(args, grammar=None, seed=seed)
             requests.append((tokenized, args))
         return Orders(requests, *schedule.see_clients(), self._stop)
 
