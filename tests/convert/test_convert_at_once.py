@@ -21,13 +21,13 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]),) * 2)
 main(["--hf-path", sys.argv[1], "--mlx-path", sys.argv[2]])
 """
 KILLED = """
-import os, signal, sys
-from mlx_eagle.convert import convert, pipeline
+import json, os, signal, sys
+from mlx_eagle.convert import convert
 
 def die(*_, **__):
     os.kill(os.getpid(), signal.SIGKILL)
 
-pipeline.json.dumps = die
+json.dumps = die
 convert(sys.argv[1], sys.argv[2])
 """
 
