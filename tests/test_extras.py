@@ -36,7 +36,8 @@ def resolve(*command: str | Path, **variables: str) -> subprocess.CompletedProce
 @pytest.fixture(scope="module")
 def index(tmp_path_factory) -> None:
     """A package index that answers."""
-    wheel = f"mlx-lm=={MLX_LM.tested}"
+    name, _, tested = MLX_LM
+    wheel = f"{name}=={tested}"
     folder = tmp_path_factory.mktemp("wheels")
     pip = (sys.executable, "-m", "pip", "--retries", "0", "download", "--no-deps", "--dest")
     if resolve(*pip, folder, wheel).returncode != 0:
