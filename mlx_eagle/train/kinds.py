@@ -111,7 +111,7 @@ TRAINED: dict[str, TrainedKind] = {
         USUAL | {"depths": 8, "loss": "kl"},
         (*EAGLE, "mask_token_id"),
         ("kl", "tv", "l1"),
-        needs=partial(needs_of, between=4, attended=5.5),
+        needs=partial(needs_of, between=8, attended=5.5),
         make_student=peagle.make_student,
     ),
     "mtp": TrainedKind(

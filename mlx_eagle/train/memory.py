@@ -19,6 +19,7 @@ from .optimizer import is_for_muon
 from .settings import TrainSettings
 from .student import Student
 
+LEAST = 2**26  # bytes that a run may take in any case: waiting to take less is slow, measured
 LIMIT = 0.9  # of the announced bytes: MLX compares before it makes an array, without its size
 CHAINED = 2.0  # arrays of all scores that a step has at once beside what is kept, measured
 COMPARED = 3.6  # arrays of a chunk's size that the losses have at once, measured

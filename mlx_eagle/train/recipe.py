@@ -26,8 +26,7 @@ class Recipe(ABC):
     """A student, what its target tells of a batch, and its losses.
 
     ``depth`` is the length of its drafts in evaluations, ``weights`` (terms,) are those of its
-    losses. ``given`` is the drafter that the run began with, None for a fresh EAGLE head. The
-    ``teacher`` is the frozen target.
+    losses. ``given`` is the drafter to begin with, if any; the ``teacher`` is the frozen target.
     """
 
     teacher: Any

@@ -27,7 +27,7 @@ from .draft_vocabulary import coverage
 from .evaluation import Evaluation, Generated, evaluate, generate_held_out
 from .kinds import TRAINED, begin, begin_with, with_mask
 from .log import TrainingLog, check_services
-from .memory import fitting, memory_kept_to
+from .memory import LEAST, fitting, memory_kept_to
 from .optimizer import TrainStep, learning_rate
 from .recipe import Recipe
 from .resume import Checkpoints, kept_from_others, load_checkpoint
@@ -311,7 +311,7 @@ def _run(settings: TrainSettings, checkpoints: Checkpoints) -> TrainReport:
     if is_first():
         trainer.describe(str(needs))
     stop = StopSignals(once=True)
-    with stop, memory_kept_to(needs.total, of_others), checkpoints.explaining():
+    with stop, memory_kept_to(max(needs.total, LEAST), of_others), checkpoints.explaining():
         return trainer.run(stop)
 
 
